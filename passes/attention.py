@@ -1,0 +1,156 @@
+"""Attention of a chunk's queries over the state, by blocks, and the reads of the state.
+
+Keys and values of a segment live in one buffer; chunks write their rows and attention reads a view.
+Chunks are differentiated from the last to the first, so when a chunk's turn comes the gradient of its own
+state rows is complete: the backward of a read adds to the gradient buffer and hands the finished rows on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class StateRead(torch.autograd.Function):
+    """The columns a chunk reads. Backward returns the finished gradient of the chunk's own rows."""
+
+    @staticmethod
+    def forward(own: Tensor, columns: Tensor, gradient: Tensor, own_gradient: Tensor) -> Tensor:
+        return columns.view_as(columns)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, _, ctx.gradient, ctx.own_gradient = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        ctx.gradient.add_(gradient)
+        return ctx.own_gradient, None, None, None
+
+
+def flash_applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if the CPU flash kernel takes these operands (grouped heads included)."""
+    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    return query.device.type == "cpu" and query.dim() == 4 and same and query.dtype in kinds
+
+
+def additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask as the number that is added to the scores, in the dtype of the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.to(like.dtype)
+    zeros = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+    return zeros.masked_fill(mask.logical_not(), float("-inf"))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, prefix: int, causal: bool, scale: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries at columns [prefix, end) over columns [0, end).
+
+    Shapes: query (B, H, c, D); key and value (B, H or fewer, prefix + c, D); out (B, H, c, D); log-sum-exp
+    (B, H, c). If `causal`, the prefix is read without a mask and only the diagonal block is triangular; the
+    two are merged by log-sum-exp. Otherwise one block is read under `mask`.
+    """
+    if not causal:
+        return flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+    rows = query.shape[2]
+    own = (x.narrow(2, prefix, rows) for x in (key, value))
+    out, lse = flash(query, *own, 0.0, True, scale=scale)
+    if isinstance(prefix, int) and prefix == 0:
+        return out, lse
+    before = (x.narrow(2, 0, prefix) for x in (key, value))
+    out_before, lse_before = flash(query, *before, 0.0, False, scale=scale)
+    both = torch.logaddexp(lse, lse_before)
+    weight, weight_before = ((x - both).exp().unsqueeze(-1) for x in (lse, lse_before))
+    return (out * weight + out_before * weight_before).to(query.dtype), both
+
+
+class PrefixAttention(torch.autograd.Function):
+    """Flash attention over the state, differentiated block by block with the merged log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        own_key: Tensor,
+        own_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_gradient: Tensor,
+        value_gradient: Tensor,
+        own_key_gradient: Tensor,
+        own_value_gradient: Tensor,
+        mask: Tensor | None,
+        prefix: int,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        return attend(query, key, value, mask, prefix, causal, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        query, _, _, key, value, *ctx.gradients, mask, ctx.prefix, ctx.causal, ctx.scale = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(query, key, value, *output, mask)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:
+        query, key, value, out, lse, mask = ctx.saved_tensors
+        grad_key, grad_value, own_key, own_value = ctx.gradients
+        rows = query.shape[2]
+        if ctx.causal:
+            blocks = [(ctx.prefix, rows, True)]
+            if not (isinstance(ctx.prefix, int) and ctx.prefix == 0):
+                blocks.append((0, ctx.prefix, False))
+        else:
+            blocks = [(0, key.shape[2], False)]
+        grad_query = None
+        for start, length, causal in blocks:
+            part = (x.narrow(2, start, length) for x in (key, value))
+            dq, dk, dv = flash_backward(
+                gradient, query, *part, out, lse, 0.0, causal, attn_mask=mask, scale=ctx.scale
+            )
+            grad_key.narrow(2, start, length).add_(dk)
+            grad_value.narrow(2, start, length).add_(dv)
+            grad_query = dq if grad_query is None else grad_query.add_(dq)
+        return (grad_query, own_key, own_value, *(None,) * 10)
+
+
+def attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropout: Any = None
+) -> Tensor:
+    """Attention as products and a softmax: any device, any head sizes, and dropout."""
+    groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if dropout is None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-1, -2) * scale
+    bias = additive(mask, scores)
+    weights = torch.softmax(scores if bias is None else scores + bias, -1)
+    return dropout(weights) @ value
+
+
+def causal_block(prefix: Any, rows: Any, columns: Any, device: torch.device) -> Tensor:
+    """Boolean (rows, columns) mask of a chunk whose first row is column `prefix`."""
+    row = torch.arange(rows, device=device) + prefix
+    return torch.arange(columns, device=device).unsqueeze(0) <= row.unsqueeze(1)
+
+
+@torch.library.custom_op("streambp_fx::dropout_mask", mutates_args=())
+def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
+    """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed."""
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    keep = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
+
+
+@dropout_mask.register_fake
+def _(like: Tensor, probability: float, seed: int) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

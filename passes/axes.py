@@ -1,0 +1,119 @@
+"""axes: what kind of value each node is, and which of its dims carries the sequence.
+
+Axes come from the inputs that were declared to carry the sequence and are moved by op rules. A size
+that happens to equal the sequence length says nothing: the sequence is a symbol, not a number.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch.fx import Node
+
+from .capture import CapturedGraph
+from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .rules import RULES, RuleContext
+from .rules.pointwise import align, pointwise
+
+UNKNOWN = "the sequence axis of"
+
+
+def axes(captured: CapturedGraph, sequence: sympy.Symbol | None) -> Facts:
+    """Kinds and layouts of all nodes of a normalized graph.
+
+    Args:
+        captured: the normalized graph.
+        sequence: the size symbol of the sequence length, or None if the graph has none.
+    """
+    facts = Facts(captured.module, sequence, captured.parameters, captured.differentiable)
+    context = RuleContext(facts)
+    for node in facts.nodes:
+        if node.op == "output":
+            continue
+        facts.kinds[node] = _kind(facts, node)
+        if _needs_grad(facts, node):
+            facts.needs_grad.add(node)
+        if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
+            facts.layouts[node] = _layout(facts, context, node)
+    return facts
+
+
+def _kind(facts: Facts, node: Node) -> Kind:
+    if not tensors_of(node):
+        return Kind.SIZE
+    degree = facts.degree(node)
+    if node.op == "placeholder":
+        if node in facts.parameters or node in facts.differentiable:
+            return Kind.STREAM if degree else Kind.CONSTANT
+        return Kind.WHOLE if degree < 2 else Kind.SQUARE
+    kinds = {facts.kinds[n] for n in operands(node)}
+    if kinds & {Kind.STREAM, Kind.REDUCED}:
+        return Kind.STREAM if degree else Kind.REDUCED
+    if Kind.CONSTANT in kinds:
+        return Kind.STREAM if degree else Kind.CONSTANT
+    return Kind.SQUARE if degree > 1 or Kind.SQUARE in kinds else Kind.WHOLE
+
+
+def _needs_grad(facts: Facts, node: Node) -> bool:
+    if node.op == "placeholder":
+        return node in facts.differentiable
+    if node.target is torch.ops.aten.detach.default:
+        return False
+    floating = any(t.is_floating_point() for t in tensors_of(node))
+    return floating and any(n in facts.needs_grad for n in operands(node))
+
+
+def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
+    if node.op in ("placeholder", "get_attr"):
+        # NOTE [seeds]: inputs whose size is the declared sequence symbol itself carry the sequence.
+        return tuple(ROW if s == facts.sequence else None for s in shape_of(node))
+    if not any(facts.carries(n) for n in (node, *operands(node))):
+        return (None,) * tensors_of(node)[0].dim()
+    function = RULES.get(node.target)
+    try:
+        if function is None:
+            raise NotSeparable(f"no rule for {node.target}")
+        return function(context, node)
+    except NotSeparable as refusal:
+        if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):
+            facts.refusals[node] = str(refusal)
+            return _healed(facts, context, node)
+        return _whole(facts, node)
+
+
+def _whole(facts: Facts, node: Node) -> Layout | None:
+    """Axes of a whole value that no rule explains: its dims of the size of the sequence symbol.
+
+    NOTE [whole values]: such a value is computed from all of the sequence before anything is sliced, so
+    its axis makes no claim about dependence. It only says which dim a consumer's row i indexes, and a dim
+    whose size is the sequence *symbol* is one that every consumer can index so.
+    """
+    shape = shape_of(node)
+    if any(s != facts.sequence and facts.sequence in s.free_symbols for s in shape):
+        return None
+    return tuple(ROW if s == facts.sequence else None for s in shape)
+
+
+def _healed(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
+    """Rows of an elementwise result whose one operand is not understood.
+
+    Broadcasting against a value with known rows still tells which dim carries the sequence; that the
+    rows depend on all of the sequence is kept by the refusal, which keeps the region unchunked.
+    """
+    if RULES.get(node.target) is not pointwise or not facts.carries(node):
+        return None
+    known = [n for n in operands(node) if tensors_of(n) and facts.layouts.get(n) is not None]
+    try:
+        layout = align(context, node, known)
+    except NotSeparable:
+        return None
+    complete = all(
+        axis is not None or facts.sequence not in size.free_symbols
+        for axis, size in zip(layout, shape_of(node), strict=True)
+    )
+    return layout if complete and any(layout) else None
+
+
+def is_secondary(reason: str) -> bool:
+    """True if a refusal only follows from an earlier one."""
+    return reason.startswith(UNKNOWN)

@@ -1,0 +1,440 @@
+"""chunk: the program of one chunk of a segment, from the segment's nodes.
+
+A segment's nodes are evaluated again on the rows of a chunk. Each node has a role: ROW, on the chunk's own
+rows, or COLUMN, on the columns the chunk reads. Between the two stands the state: values that are computed
+once by rows, kept in a buffer, and read back as columns. Sizes that mention the sequence resolve by role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from . import attention, masks
+from .ir import Axis, Facts, Kind, Role, Segment, expression, operands, shape_of, tensors_of
+from .rules.contractions import sdpa_arguments
+from .rules.pointwise import pointwise_ops
+
+aten = torch.ops.aten
+Size = Any  # int or SymInt
+
+
+@dataclass
+class Ranges:
+    """The part of the sequence a chunk program sees; ints, or SymInts while it is traced.
+
+    Rows [start, start + rows); columns [low, low + columns). `prefix` columns come before the own rows.
+    """
+
+    start: Size
+    rows: Size
+    low: Size
+    prefix: Size
+    columns: Size
+    total: Size
+
+    def interval(self, role: Role) -> tuple[Size, Size]:
+        """First position and length of a role."""
+        return (self.start, self.rows) if role is Role.ROW else (self.low, self.columns)
+
+
+@dataclass
+class State:
+    """A value kept for the whole segment: computed by rows, read as columns."""
+
+    node: Node
+    dim: int
+
+
+VIEW_ONLY = {
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
+    aten.expand.default, aten.squeeze.dim, aten.t.default, aten.mT.default, aten.contiguous.default,
+    aten.clone.default, aten.repeat_interleave.self_int, aten.flatten.using_ints,
+}  # fmt: skip
+RESHAPES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
+}  # fmt: skip
+EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
+ALIGNED = {*pointwise_ops(), aten.cross_entropy_loss.default}
+
+
+def find_states(facts: Facts, segment: Segment) -> list[State]:
+    """Where the state of a segment is cut: above each column operand, at the fewest bytes a row.
+
+    Only views and repetitions are crossed, so that no arithmetic is done again for every chunk that reads
+    the prefix; keys and values are kept before they are repeated over query heads.
+    """
+    found: dict[Node, State] = {}
+    inside = set(segment.nodes)
+    for mixing in segment.mixings:
+        for operand in mixing.columns:
+            best = node = operand
+            while node.target in VIEW_ONLY and isinstance(node.args[0], Node) and node.args[0] in inside:
+                node = node.args[0]
+                if _simple_axis(facts, node) is not None and _size(facts, node) <= _size(facts, best):
+                    best = node
+            dim = _simple_axis(facts, best)
+            assert dim is not None
+            found[best] = State(best, dim)
+    return list(found.values())
+
+
+def _simple_axis(facts: Facts, node: Node) -> int | None:
+    layout = facts.layouts.get(node) or ()
+    dims = [d for d, a in enumerate(layout) if a is not None]
+    return dims[0] if len(dims) == 1 and layout[dims[0]] == Axis() else None
+
+
+def _size(facts: Facts, node: Node) -> float:
+    value = sympy.Mul(*shape_of(node))
+    return float(value.subs({s: 4096 for s in value.free_symbols})) * tensors_of(node)[0].element_size()
+
+
+def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
+    """Operands of a node with the role in which each is read."""
+    if node not in facts.mixings:
+        return [(n, role) for n in operands(node)]
+    if node.target is aten.scaled_dot_product_attention.default:
+        call = sdpa_arguments(node)
+        return [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
+    left, right = node.args[-2:] if node.target is not aten.baddbmm.default else node.args[1:3]
+    return [(left, role), (right, Role.COLUMN)]
+
+
+class ChunkProgram:
+    """Evaluates a segment on one chunk.
+
+    Args:
+        facts: what is known about the graph.
+        segment: the segment.
+        targets: nodes to compute, by rows.
+        plain: masks that need not be built, since nothing but causality is left of them.
+    """
+
+    def __init__(self, facts: Facts, segment: Segment, targets: list[Node], plain: frozenset[Node]) -> None:
+        self.facts, self.segment, self.targets, self.plain = facts, segment, targets, plain
+        self.states = {s.node: s for s in find_states(facts, segment)}
+        self.needed = self._demand()
+        self.readers = self._count_readers()
+
+    def _demand(self) -> list[tuple[Node, Role]]:
+        """(node, role) pairs the targets need, in graph order, columns of a node after its rows."""
+        inside, needed = set(self.segment.nodes), set()
+        pending = [(n, Role.ROW) for n in self.targets]
+        while pending:
+            node, role = pending.pop()
+            if (node, role) in needed or node not in inside:
+                continue
+            needed.add((node, role))
+            if role is Role.COLUMN and node in self.states:
+                pending.append((node, Role.ROW))
+            else:
+                pending.extend(edges(self.facts, node, role))
+        return [(n, r) for n in self.segment.nodes for r in (Role.ROW, Role.COLUMN) if (n, r) in needed]
+
+    def _count_readers(self) -> dict[Node, int]:
+        """How many column operands come from each state."""
+        count: dict[Node, int] = {}
+        for node, role in self.needed:
+            for operand, wanted in edges(self.facts, node, role):
+                if wanted is Role.COLUMN and (role is Role.ROW or operand in self.states):
+                    for state in self._sources(operand):
+                        count[state] = count.get(state, 0) + 1
+        return count
+
+    def _sources(self, node: Node) -> list[Node]:
+        while node not in self.states and node.target in VIEW_ONLY:
+            node = node.args[0]
+        return [node] if node in self.states else []
+
+    def run(self, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0) -> list[Tensor]:
+        """Values of the targets on the chunk's rows.
+
+        Args:
+            bindings: rows of the streamed inputs, parameters, whole values (whole), sizes.
+            ranges: which rows and columns.
+            reader: how a state is read.
+            seed: seed of the chunk's random ops.
+        """
+        return _Evaluation(self, bindings, ranges, reader, seed).targets()
+
+
+class StateReader:
+    """How a chunk program reads its states. Subclasses differ in what backward does."""
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        """The columns of a state, the chunk's own rows among them."""
+        raise NotImplementedError
+
+    def gradients(self, state: State) -> tuple[Tensor, Tensor] | None:
+        """Gradient buffers of the columns and of the own rows, if reads are differentiated in place."""
+        return None
+
+
+class _Evaluation:
+    def __init__(
+        self, program: ChunkProgram, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size
+    ) -> None:
+        self.program, self.facts, self.ranges, self.reader = program, program.facts, ranges, reader
+        self.seed, self.random_ops = seed, 0
+        self.values: dict[tuple[Node, Role], Any] = {(n, Role.ROW): v for n, v in bindings.items()}
+        self.bound = bindings
+        self.blocks: dict[tuple, Tensor] = {}
+        self.gradient_views: dict[Node, tuple[Tensor, Tensor]] = {}
+
+    def targets(self) -> list[Tensor]:
+        for node, role in self.program.needed:
+            if role is Role.COLUMN and node in self.program.states:
+                own = self.values[node, Role.ROW]
+                self.values[node, role] = self.reader.columns(self.program.states[node], own)
+            else:
+                self.values[node, role] = self.evaluate(node, role)
+        return [self.values[n, Role.ROW] for n in self.program.targets]
+
+    # ---- sizes
+
+    def resolve(self, expr: sympy.Expr) -> Size:
+        """A size that does not depend on the chunk (the sequence symbol means its full length)."""
+        if expr.is_Integer:
+            return int(expr)
+        symbols = sorted(expr.free_symbols, key=str)
+        values = [self.bound[s] for s in symbols]
+        return values[0] if isinstance(expr, sympy.Symbol) else sympy.lambdify(symbols, expr)(*values)
+
+    def length(self, axis: Axis, role: Role) -> Size:
+        column = role is Role.COLUMN or axis.role is Role.COLUMN
+        return self.ranges.columns if column else self.ranges.rows
+
+    def local_shape(self, node: Node, role: Role) -> list[Size]:
+        """Sizes of a node's value on this chunk."""
+        layout = self.facts.layouts[node]
+        assert layout is not None
+        return [
+            self.resolve(size) if axis is None else axis.size(self.length(axis, role), self.resolve)
+            for size, axis in zip(shape_of(node), layout, strict=True)
+        ]
+
+    # ---- operands
+
+    def operand(self, node: Node, role: Role, axes: tuple[Axis | None, ...] | None = None) -> Any:
+        """Value of an operand; `axes` are those of the result's dims that it aligns with."""
+        if (node, role) in self.values and self.facts.kinds[node] is Kind.STREAM:
+            return self.values[node, role]
+        kind = self.facts.kinds[node]
+        if kind is Kind.SIZE:
+            return self.resolve(expression(node.meta["val"]))
+        if kind is Kind.WHOLE:
+            own = axes if axes is not None else self.facts.layouts.get(node)
+            return self.slice_whole(node, own or (None,) * self.bound[node].dim(), role)
+        if kind is Kind.SQUARE:
+            assert axes is not None, f"{node} needs the axes of its reader"
+            return self.block(node, axes)
+        if (node, Role.ROW) not in self.values:
+            self.values[node, Role.ROW] = self.call(node, role, None)
+        return self.values[node, Role.ROW]
+
+    def slice_whole(self, node: Node, axes: tuple[Axis | None, ...], role: Role) -> Tensor:
+        value = self.bound[node]
+        for dim, (axis, size) in enumerate(zip(axes, shape_of(node), strict=True)):
+            if axis is not None and size != 1:
+                wanted = Role.COLUMN if role is Role.COLUMN or axis.role is Role.COLUMN else Role.ROW
+                value = narrow(value, dim, axis, *self.ranges.interval(wanted), self.ranges.total)
+        return value
+
+    def block(self, node: Node, axes: tuple[Axis | None, ...]) -> Tensor:
+        """Rows and columns of a sequence x sequence value, built for this chunk."""
+        key = (node, axes)
+        if key not in self.blocks:
+            dims: list[tuple | None] = []
+            for axis, size in zip(axes, shape_of(node), strict=True):
+                if axis is None or size == 1:
+                    dims.append(None)
+                else:
+                    first, length = self.ranges.interval(axis.role)
+                    dims.append((first, first + length))
+            self.blocks[key] = masks.materialize(node, tuple(dims), self.fetch, self.is_whole)
+        return self.blocks[key]
+
+    def is_whole(self, node: Node) -> bool:
+        return self.facts.kinds.get(node) is Kind.WHOLE
+
+    def fetch(self, node: Node) -> Any:
+        """A value without gradient, whole (a size: as an integer)."""
+        if self.facts.kinds[node] is Kind.SIZE:
+            return self.resolve(expression(node.meta["val"]))
+        return self.bound[node]
+
+    # ---- nodes
+
+    def evaluate(self, node: Node, role: Role) -> Any:
+        function = EMIT.get(node.target)
+        if function is not None:
+            return function(self, node, role)
+        layout = self.facts.layouts[node] if node.target in ALIGNED else None
+        return self.call(node, role, layout)
+
+    def call(self, node: Node, role: Role, result: tuple[Axis | None, ...] | None) -> Any:
+        """The node's own op on the chunk's operands."""
+        roles = dict(edges(self.facts, node, role)) if node in self.facts.mixings else {}
+
+        def value(operand: Node) -> Any:
+            aligned = None
+            if result is not None and self.facts.kinds[operand] in (Kind.WHOLE, Kind.SQUARE):
+                rank = tensors_of(operand)[0].dim()
+                aligned = result[len(result) - rank :] if rank else ()
+            return self.operand(operand, roles.get(operand, role), aligned)
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)
+
+    def dropout(self, value: Tensor, probability: float) -> Tensor:
+        """Dropout whose mask is drawn again, the same, when the chunk is recomputed."""
+        self.random_ops += 1
+        mask = attention.dropout_mask(value.detach(), probability, self.seed + self.random_ops)
+        return value * mask
+
+
+def narrow(value: Tensor, dim: int, axis: Axis, start: Size, length: Size, total: Size) -> Tensor:
+    """Positions [start, start + length) of a dim that carries the sequence, merged dims included."""
+    if axis.simple:
+        return value.narrow(dim, start, length)
+    split = value.unflatten(dim, (int(axis.outer), total, int(axis.inner)))
+    return split.narrow(dim + 1, start, length).flatten(dim, dim + 2)
+
+
+EMIT: dict[Any, Callable[[_Evaluation, Node, Role], Any]] = {}
+
+
+def emit(*ops: Any) -> Callable:
+    """Register how an op is written in a chunk program, where it is not the op itself."""
+
+    def register(function: Callable) -> Callable:
+        for op in ops:
+            EMIT[op] = function
+        return function
+
+    return register
+
+
+@emit(*RESHAPES)
+def reshape(run: _Evaluation, node: Node, role: Role) -> Tensor:
+    return run.operand(node.args[0], role).reshape(run.local_shape(node, role))
+
+
+@emit(*EXPANDS)
+def expand(run: _Evaluation, node: Node, role: Role) -> Tensor:
+    return run.operand(node.args[0], role).expand(run.local_shape(node, role))
+
+
+@emit(aten.dropout.default)
+def dropout(run: _Evaluation, node: Node, role: Role) -> Tensor:
+    return run.dropout(run.operand(node.args[0], role), node.args[1])
+
+
+@emit(aten.baddbmm.default)
+def baddbmm(run: _Evaluation, node: Node, role: Role) -> Tensor:
+    bias, left, right = node.args[:3]
+    addend = run.operand(bias, role, run.facts.layouts[node])
+    right_role = Role.COLUMN if node in run.facts.mixings else role
+    product = run.operand(left, role), run.operand(right, right_role)
+    return torch.baddbmm(addend, *product, **node.kwargs)
+
+
+@emit(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(run: _Evaluation, node: Node, role: Role) -> Tensor:
+    """By blocks where the mask is plain causal, else under the chunk's own rows of the mask."""
+    call = sdpa_arguments(node)
+    query = run.operand(call["query"], role)
+    key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
+    mask_node = call["attn_mask"]
+    causal = call["is_causal"] or mask_node in run.program.plain
+    mask = None
+    if mask_node is not None and not causal:
+        mask = _mask_rows(run, mask_node)
+    if call["dropout_p"] > 0.0 or not attention.flash_applies(query, key, value):
+        if causal:
+            mask = _causal_block(run, query)
+        drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
+        return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
+    mask = attention.additive(mask, query)
+    gradients = _gradient_views(run, call["key"], call["value"], key, value)
+    if gradients is None:
+        return _attend_on_columns(run, query, key, value, mask, causal, call["scale"])
+    own = [run.values[s, Role.ROW] for k in ("key", "value") for s in run.program._sources(call[k])]
+    out, _ = attention.PrefixAttention.apply(
+        query, *own, key, value, *gradients, mask, run.ranges.prefix, causal, call["scale"]
+    )
+    return out
+
+
+def _attend_on_columns(
+    run: _Evaluation, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: Any
+) -> Tensor:
+    """Without gradient buffers: in the forward, or where reads are differentiated as columns."""
+    if not torch.is_grad_enabled():
+        return attention.attend(query, key, value, mask, run.ranges.prefix, causal, scale)[0]
+    if causal:
+        mask = attention.additive(_causal_block(run, query), query)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _causal_block(run: _Evaluation, query: Tensor) -> Tensor:
+    ranges = run.ranges
+    return attention.causal_block(ranges.prefix, ranges.rows, ranges.columns, query.device)
+
+
+def _mask_rows(run: _Evaluation, mask: Node) -> Tensor:
+    rank = tensors_of(mask)[0].dim()
+    axes = (*(None,) * max(0, rank - 2), Axis(), Axis(Role.COLUMN))[-rank:]
+    return run.operand(mask, Role.ROW, axes)
+
+
+def _gradient_views(
+    run: _Evaluation, key: Node, value: Node, key_columns: Tensor, value_columns: Tensor
+) -> list[Tensor] | None:
+    """Views of the state-gradient buffers shaped as the kernel's keys and values.
+
+    None where gradients are not kept in place, or a state has several readers, or is not a mere view.
+    """
+    views, owns = [], []
+    for node, columns in ((key, key_columns), (value, value_columns)):
+        sources = run.program._sources(node)
+        if len(sources) != 1 or run.program.readers.get(sources[0], 0) != 1:
+            return None
+        state = run.program.states[sources[0]]
+        found = run.reader.gradients(state)
+        if found is None:
+            return None
+        view = _as_view(run, node, sources[0], found[0])
+        if view is None or view.shape != columns.shape:
+            return None
+        views.append(view)
+        owns.append(found[1])
+    return [*views, *owns]
+
+
+def _as_view(run: _Evaluation, node: Node, source: Node, buffer: Tensor) -> Tensor | None:
+    """The ops between a state and its reader, applied to another buffer, if all of them are views."""
+    chain = []
+    while node is not source:
+        chain.append(node)
+        node = node.args[0]
+    value = buffer
+    for step in reversed(chain):
+        if step.target in RESHAPES:
+            value = value.reshape(run.local_shape(step, Role.COLUMN))
+        elif step.target in (aten.transpose.int, aten.permute.default, aten.unsqueeze.default):
+            value = step.target(value, *step.args[1:])
+        else:
+            return None
+    same = value.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    return value if same else None

@@ -1,0 +1,57 @@
+"""Subgraphs as modules: the whole values, the epilogue, a segment that runs whole."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .ir import Facts, Kind, expression, operands
+
+
+class Subgraph:
+    """Part of a graph as a module of its own.
+
+    Attributes:
+        inputs: nodes whose values are passed in, in order (sizes among them).
+        outputs: nodes whose values come back.
+        random: True if an op draws random numbers.
+    """
+
+    def __init__(self, facts: Facts, outputs: list[Node], given: set[Node]) -> None:
+        self.outputs = list(outputs)
+        needed = _needed(facts, outputs, given)
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        self.inputs = [n for n in facts.nodes if n in needed and _comes_in(facts, n, given)]
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+        for node in facts.nodes:
+            if node in needed and node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[n] for n in outputs))
+        self.module = GraphModule(facts.module, graph)
+        self.random = any(
+            torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes
+        )
+
+
+def _comes_in(facts: Facts, node: Node, given: set[Node]) -> bool:
+    return node in given or node.op in ("placeholder", "get_attr") or facts.kinds[node] is Kind.SIZE
+
+
+def _needed(facts: Facts, outputs: list[Node], given: set[Node]) -> set[Node]:
+    needed: set[Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if not _comes_in(facts, node, given):
+            pending.extend(operands(node))
+    return needed
+
+
+def size_of(node: Node) -> object:
+    """The symbolic size a SIZE node stands for."""
+    return expression(node.meta["val"])

@@ -1,0 +1,195 @@
+"""What the passes know about a graph: kinds of values, sequence axes, mixing, segments."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+
+class Kind(enum.Enum):
+    """How a value of the graph comes about, and so where it is computed."""
+
+    SIZE = "size"  # an integer made of sizes: rebuilt wherever it is needed
+    CONSTANT = "constant"  # depends on parameters but not on the sequence: rebuilt in each segment
+    WHOLE = "whole"  # depends on no parameter, at most linear in the sequence: computed once, sliced
+    SQUARE = "square"  # depends on no parameter, sequence x sequence (a mask): built block by block
+    STREAM = "stream"  # depends on parameters and carries the sequence: streamed
+    REDUCED = "reduced"  # depends on streamed values but no longer carries the sequence
+
+
+class Role(enum.Enum):
+    """The part a sequence axis plays: rows are produced, columns are read (keys of an attention)."""
+
+    ROW = "row"
+    COLUMN = "column"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A tensor dim that carries the sequence: its size is `outer * sequence length * inner`.
+
+    `outer` and `inner` are 1 unless a view merged other dims into this one (`view(-1, vocabulary)`).
+    """
+
+    role: Role = Role.ROW
+    outer: sympy.Expr = sympy.S.One
+    inner: sympy.Expr = sympy.S.One
+
+    @property
+    def simple(self) -> bool:
+        """True if the dim holds the sequence and nothing else."""
+        return self.outer == 1 and self.inner == 1
+
+    def size(self, length: Any, evaluate: Callable[[sympy.Expr], Any]) -> Any:
+        """Size of the dim when `length` positions of the sequence are present."""
+        return evaluate(self.outer) * length * evaluate(self.inner) if not self.simple else length
+
+    def __str__(self) -> str:
+        name = self.role.value
+        return name if self.simple else "*".join(str(p) for p in (self.outer, name, self.inner) if p != 1)
+
+
+Layout = tuple[Axis | None, ...]
+ROW = Axis()
+COLUMN = Axis(Role.COLUMN)
+
+
+class Reach(enum.IntEnum):
+    """Which rows of a segment's input a row depends on; the greater includes the lesser."""
+
+    CONST = 0
+    ROW = 1  # [i, i]
+    WINDOW = 2  # [i - w + 1, i]
+    CAUSAL = 3  # [0, i]
+    FULL = 4  # [0, T - 1]
+
+
+@dataclass
+class Mixing:
+    """A node whose output row reads other rows of its operands.
+
+    Attributes:
+        node: the op that reads its column operands.
+        columns: operands whose rows are read as columns (keys and values).
+        mask: the value that limits what is read, if there is one.
+        reach: CAUSAL if `is_causal` is set, else FULL until the masks pass proves better.
+    """
+
+    node: Node
+    columns: tuple[Node, ...]
+    mask: Node | None = None
+    reach: Reach = Reach.FULL
+    window: sympy.Expr | int | None = None
+
+
+class NotSeparable(Exception):
+    """An op rule found that rows of the result are not made of rows of the operands alone."""
+
+
+@dataclass
+class Facts:
+    """Everything the passes have proved about one graph."""
+
+    module: GraphModule
+    sequence: sympy.Symbol | None
+    parameters: dict[Node, str]
+    differentiable: set[Node]
+    kinds: dict[Node, Kind] = field(default_factory=dict)
+    layouts: dict[Node, Layout | None] = field(default_factory=dict)
+    mixings: dict[Node, Mixing] = field(default_factory=dict)
+    refusals: dict[Node, str] = field(default_factory=dict)
+    masks: dict[Node, Any] = field(default_factory=dict)
+    reach: dict[Node, Reach] = field(default_factory=dict)
+    needs_grad: set[Node] = field(default_factory=set)
+    segments: list[Segment] = field(default_factory=list)
+    epilogue: list[Node] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.module.graph.nodes)
+
+    def kind(self, node: Node) -> Kind:
+        return self.kinds[node]
+
+    def carries(self, node: Node) -> bool:
+        """True if a size of the value mentions the sequence length."""
+        return self.degree(node) > 0
+
+    def degree(self, node: Node) -> int:
+        """In how many dims of the value the sequence length occurs."""
+        if self.sequence is None:
+            return 0
+        return max((shape_degree(v, self.sequence) for v in tensors_of(node)), default=0)
+
+
+@dataclass
+class Segment:
+    """A piece of the graph between two cut points; run chunk by chunk or, if it must be, whole.
+
+    Attributes:
+        nodes: streamed nodes in graph order.
+        rows: streamed values (or graph inputs) that come in by rows.
+        constants: parameters and other values without a sequence axis that a gradient may reach.
+        whole: values without a gradient that are computed once and sliced.
+        outputs: streamed values that later segments, the epilogue or the caller use.
+        states: streamed values that mixing ops read as columns, kept for the whole segment.
+        chunked: False if the segment runs whole; `reason` says why and `refused` names the op.
+    """
+
+    index: int
+    nodes: list[Node]
+    rows: list[Node] = field(default_factory=list)
+    constants: list[Node] = field(default_factory=list)
+    whole: list[Node] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
+    states: list[Node] = field(default_factory=list)
+    mixings: list[Mixing] = field(default_factory=list)
+    reach: Reach = Reach.ROW
+    window: sympy.Expr | int | None = None
+    chunked: bool = True
+    kind: str = "layer"
+    reason: str | None = None
+    refused: Node | None = None
+    signature: str = ""
+
+    def __repr__(self) -> str:
+        return f"Segment({self.index}, {self.kind}, {len(self.nodes)} nodes)"
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The fake tensors a node produces."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def shape_of(node: Node) -> tuple[sympy.Expr, ...]:
+    """Sizes of a node's (first) tensor as sympy expressions."""
+    return tuple(expression(s) for s in tensors_of(node)[0].shape)
+
+
+def shape_degree(tensor: torch.Tensor, sequence: sympy.Symbol) -> int:
+    """Number of dims whose size mentions the sequence length, a square counted twice."""
+    degree = 0
+    for size in tensor.shape:
+        expr = expression(size)
+        if sequence in expr.free_symbols:
+            degree += max(1, int(sympy.degree(expr, sequence)) if expr.is_polynomial(sequence) else 1)
+    return degree
+
+
+def operands(node: Node) -> list[Node]:
+    """Nodes a node reads, in order, each once."""
+    return list(dict.fromkeys(node.all_input_nodes))

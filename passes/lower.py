@@ -1,0 +1,88 @@
+"""lower: an explicit program graph -> Python that runs on eager kernels.
+
+Dead code goes; the gradient of a parameter is added to its accumulator as soon as it is known (a product is
+added by `addmm_`, without a temporary), so that no two gradients of one parameter are alive at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .normalize import is_impure
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Lowered:
+    """A runnable program.
+
+    Attributes:
+        run: function of the flat inputs; returns the outputs that are not accumulated.
+        module: the graph it was generated from.
+    """
+
+    run: Callable[..., list[Any]]
+    module: GraphModule
+
+
+def lower(module: GraphModule, accumulators: int, names: list[str]) -> Lowered:
+    """Turn a traced program into a runnable one.
+
+    Args:
+        module: graph whose last `accumulators` outputs are gradients and whose last `accumulators`
+            inputs are the buffers they are added to.
+        names: readable names of the inputs.
+    """
+    graph = module.graph
+    _drop_assertions(graph)
+    if accumulators:
+        _accumulate(graph, accumulators)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
+        node._rename(name)
+    graph.lint()
+    module.recompile()
+    return Lowered(module.forward, module)
+
+
+def _drop_assertions(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        name = str(node.target)
+        if node.op == "call_function" and ("_assert" in name or "sym_constrain" in name):
+            graph.erase_node(node)
+
+
+def _accumulate(graph: Graph, count: int) -> None:
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    values = list(output.args[0])
+    buffers = [n for n in graph.nodes if n.op == "placeholder"][-count:]
+    kept, gradients = values[:-count], values[-count:]
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if gradient is None:
+            continue
+        single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
+        if not (single and _as_product(graph, buffer, gradient)):
+            with graph.inserting_after(gradient):
+                graph.call_function(aten.add_.Tensor, (buffer, gradient))
+    output.args = (kept,)
+
+
+def _as_product(graph: Graph, buffer: Node, gradient: Node) -> bool:
+    """`buffer += a @ b` in one op, also where the gradient is a transposed product."""
+    transposed = gradient.target is aten.t.default
+    product = gradient.args[0] if transposed else gradient
+    if product.target is not aten.mm.default or len(product.users) != 1:
+        return False
+    with graph.inserting_after(product):
+        target = buffer
+        if transposed:
+            with graph.inserting_before(product):
+                target = graph.call_function(aten.t.default, (buffer,))
+        graph.call_function(aten.addmm_.default, (target, *product.args))
+    return True

@@ -1,0 +1,358 @@
+"""Attention masks: what can be proved about them, and their blocks, without ever building T x T values.
+
+A mask is evaluated symbolically at one element (b, h, i, j), query row i and key column j, to a predicate:
+row i attends to column j. What the schedule needs is proved on the predicate: that it is causal, that it has
+a window, that it is plain causal apart from conditions on data (padding, packed documents). At run time
+`data_holds` checks these conditions in time linear in T, and `materialize` builds the rows and columns of one
+chunk where the mask itself is needed. Every proof is conservative: False means "not proved".
+
+mask_elements: the two walks over the graph. mask_rules, mask_views: the rules of the ops. predicates: the
+proofs. mask_data: the tests at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import And, Boolean, Not, Or, to_nnf
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import mask_views  # noqa: F401  (registers its rules)
+from .mask_data import data_holds, first_column_open
+from .mask_elements import (
+    BATCH,
+    COL,
+    HEAD,
+    ROW,
+    Blocks,
+    Dims,
+    Elements,
+    MaskNotUnderstood,
+    is_source,
+    repeats_no_symbol,
+    rule_for,
+    same_size,
+    shape,
+    tensor,
+)
+from .mask_rules import aten, is_masked, own, own_dim
+from .predicates import difference, greatest, implies
+
+__all__ = [
+    "Conjunct",
+    "MaskFacts",
+    "MaskNotUnderstood",
+    "analyze",
+    "can_materialize",
+    "data_holds",
+    "first_column_open",
+    "materialize",
+]
+
+CAUSAL = COL <= ROW
+
+
+@dataclass(frozen=True)
+class Conjunct:
+    """One of the conditions that a mask is the conjunction of.
+
+    Attributes:
+        kind: "causal" (exactly j <= i), "window" (exactly j > i - window), "data" (depends on the values of
+            tensors) or "other" (depends on positions alone).
+        predicate: the condition.
+        window: the length of a window in rows, else None.
+    """
+
+    kind: str
+    predicate: Boolean
+    window: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind in ("causal", "window"):
+            return self.kind if self.window is None else f"window {self.window}"
+        return _text(self.predicate)
+
+
+@dataclass(frozen=True)
+class MaskFacts:
+    """What was proved about a mask. If `understood` is False nothing was, and `reason` says why.
+
+    Attributes:
+        node: the node of the mask.
+        understood: the mask was evaluated to a predicate.
+        reason: why it was not, in one line.
+        kind: "bool" (a choice) or "additive" (a float that is added to the scores).
+        predicate: row i attends to column j. Additive: the value is not masked, that is, above finfo.min / 2.
+        causal: proved that the predicate implies j <= i.
+        window: smallest w for which the predicate is proved to imply j > i - w; None if there is none.
+        plain: the predicate is exactly j <= i, and nothing is added to attended scores.
+        has_bias: a value other than zero is added to attended scores (ALiBi).
+        conjuncts: the conditions one by one.
+        plain_without_data: without the data conjuncts, the predicate is exactly j <= i; and there is no bias.
+        window_without_data: `window` of the predicate without the data conjuncts.
+        band_without_data: without the data conjuncts, the predicate is exactly j <= i and
+            j > i - window_without_data; and there is no bias.
+        linear: linear nodes that the predicate or the bias reads, by the name of the function in their place.
+        bias: the unknown values added to attended scores, as applications of such functions.
+        bounds: what holds for i and j.
+    """
+
+    node: fx.Node
+    understood: bool
+    reason: str = ""
+    kind: str = "bool"
+    predicate: Boolean = sympy.true
+    causal: bool = False
+    window: int | None = None
+    plain: bool = False
+    has_bias: bool = False
+    conjuncts: tuple[Conjunct, ...] = ()
+    plain_without_data: bool = False
+    window_without_data: int | None = None
+    band_without_data: bool = False
+    linear: dict[str, fx.Node] = field(default_factory=dict, compare=False, repr=False)
+    bias: tuple[sympy.Expr, ...] = ()
+    bounds: tuple[Boolean, ...] = ()
+
+    def describe(self) -> str:
+        """One readable line, such as `causal and padding[b, j]`."""
+        if not self.understood:
+            return f"not understood: {self.reason}"
+        text = " and ".join(map(str, self.conjuncts)) or "every column"
+        if self.has_bias:
+            text += f", plus {', '.join(map(_text, self.bias)) or 'a constant'}"
+        return text
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+# --- Analysis -------------------------------------------------------------------------------------
+
+
+def analyze(
+    node: fx.Node,
+    sequence_symbol: sympy.Expr | torch.SymInt,
+    is_linear: Callable[[fx.Node], bool] = repeats_no_symbol,
+    row_dim: int = -2,
+    col_dim: int = -1,
+    true_attends: bool = True,
+) -> MaskFacts:
+    """Evaluate a mask symbolically and prove what can be proved. Never raises for a mask not understood.
+
+    Args:
+        node: the mask, bool or float, of any shape that has a row and a column dim.
+        sequence_symbol: the sequence length T, as it occurs in the sizes.
+        is_linear: says of a node whether its value has at most one sequence dim.
+        row_dim: dim of the query positions i; of size T, or 1 where the mask is the same for all rows.
+        col_dim: dim of the key positions j; of size T or 1.
+        true_attends: False for a bool that is True where the score is masked out (the mask of `masked_fill`).
+    """
+    length = sequence_symbol.node.expr if isinstance(sequence_symbol, torch.SymInt) else sequence_symbol
+    bounds = (sympy.Le(ROW, length - 1), sympy.Le(COL, length - 1))
+    elements = Elements(is_linear, bounds)
+    try:
+        with _disable_current_modes():  # constants are folded with real tensors, whoever traces around us
+            value = elements.at(node, _indices(node, length, row_dim, col_dim))
+        kind, predicate, bias = _predicate(node, value, true_attends)
+        conjuncts = _conjuncts(elements, predicate)
+    except MaskNotUnderstood as error:
+        return MaskFacts(node, False, str(error))
+    predicate = And(*conjuncts)
+    classified = tuple(_classify(c, bounds) for c in conjuncts)
+    static = And(*(c.predicate for c in classified if c.kind != "data"))
+    window = _window(static, bounds)
+    used = {f.func.__name__ for e in (predicate, *bias) for f in _applications(e)}
+    band = not bias and window is not None and _exactly(static, And(CAUSAL, _within(window)), bounds)
+    return MaskFacts(
+        node,
+        True,
+        kind=kind,
+        predicate=predicate,
+        causal=implies(predicate, CAUSAL, bounds),
+        window=_window(predicate, bounds),
+        plain=not bias and _exactly(predicate, CAUSAL, bounds),
+        has_bias=bool(bias),
+        conjuncts=classified,
+        plain_without_data=not bias and _exactly(static, CAUSAL, bounds),
+        window_without_data=window,
+        band_without_data=band,
+        linear={name: n for name, n in elements.linear.items() if name in used},
+        bias=bias,
+        bounds=bounds,
+    )
+
+
+def _indices(node: fx.Node, length: sympy.Expr, row_dim: int, col_dim: int) -> tuple[sympy.Expr, ...]:
+    """Index symbols of the mask's dims; raises where its rows or columns are not the sequence."""
+    sizes = shape(node)
+    ndim = len(sizes)
+    if ndim < 2 or not (-ndim <= row_dim < ndim and -ndim <= col_dim < ndim):
+        raise MaskNotUnderstood(node, "no row and column dim")
+    roles = {row_dim % ndim: ROW, col_dim % ndim: COL}
+    if len(roles) != 2 or any(sizes[d] not in (1, length) for d in roles):
+        raise MaskNotUnderstood(node, f"rows and columns of {sizes} are not the sequence of {length}")
+    names = iter((BATCH, HEAD, *(sympy.Symbol(f"d{d}", integer=True, nonnegative=True) for d in range(ndim))))
+    return tuple(roles[d] if d in roles else next(names) for d in range(ndim))
+
+
+def _predicate(node: fx.Node, value: Any, true_attends: bool) -> tuple[str, Boolean, tuple]:
+    """(kind, attended, what is added to attended scores)."""
+    dtype = tensor(node).dtype
+    if dtype is torch.bool:
+        return "bool", value if true_attends else Not(value), ()
+    if not dtype.is_floating_point:
+        raise MaskNotUnderstood(node, f"a mask of dtype {dtype}")
+    attended = [(c, leaf) for c, leaf in value if not (isinstance(leaf, float) and is_masked(leaf, dtype))]
+    bias = tuple(leaf for _, leaf in attended if leaf != 0)
+    return "additive", Or(*(c for c, _ in attended)), tuple(sympy.sympify(leaf) for leaf in bias)
+
+
+def _conjuncts(elements: Elements, predicate: Boolean) -> list[Boolean]:
+    """The conjuncts; where documents are told apart by their positions, positions become indices."""
+    conjuncts = list(And.make_args(to_nnf(predicate, simplify=False)))
+    for conjunct in list(conjuncts):
+        known = _within_one_run(elements, conjunct)
+        if known is not None:
+            conjuncts = [c if c == conjunct else _replace(c, *known) for c in conjuncts]
+    flat = And.make_args(to_nnf(And(*conjuncts), simplify=False))
+    return sorted((c for c in flat if c is not sympy.true), key=lambda c: (c.has(AppliedUndef), str(c)))
+
+
+def _within_one_run(elements: Elements, conjunct: Boolean) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """A position and what it equals, if `conjunct` says that two rows lie in one run of positions.
+
+    `run = cumsum(diff(p) != 1)` is constant only over rows where p increases by one from row to row, so
+    `run[b, i] == run[b, j]` implies `p[b, j] == p[b, i] + j - i`. With this a mask that compares the
+    positions of packed documents is proved causal, whatever positions the caller passes.
+    """
+    if not (isinstance(conjunct, sympy.Eq) and all(isinstance(s, AppliedUndef) for s in conjunct.args)):
+        return None
+    left, right = sorted(conjunct.args, key=lambda side: side.has(COL))
+    positions = _positions_of_runs(elements.linear.get(left.func.__name__))
+    *batch, row = left.args
+    if positions is None or left.func != right.func or list(right.args[:-1]) != batch:
+        return None
+    col = right.args[-1]
+    there, here = (elements.integer(positions, (*batch, at)) for at in (col, row))
+    return (there, here + col - row) if isinstance(there, AppliedUndef) and there != here else None
+
+
+def _positions_of_runs(node: fx.Node | None) -> fx.Node | None:
+    """p, if `node` is `cumsum(diff(p, prepend=one element) != 1)` over the last dim, else None."""
+    if node is None or node.target is not aten.cumsum.default or tensor(node).dtype is not torch.int64:
+        return None
+    jumps = node.args[0]
+    if (
+        jumps.target is not aten.ne.Scalar
+        or jumps.args[1] != 1
+        or jumps.args[0].target is not aten.diff.default
+    ):
+        return None
+    differences = jumps.args[0]
+    positions, prepend, last = differences.args[0], own(differences, "prepend"), len(shape(node)) - 1
+    plain = own(differences, "n") == 1 and own(differences, "append") is None and prepend is not None
+    if not plain or own_dim(differences) != last or own_dim(node) != last or shape(prepend)[last] != 1:
+        return None
+    return positions if tensor(positions).dtype is torch.int64 else None
+
+
+def _replace(condition: Boolean, old: sympy.Expr, new: sympy.Expr) -> Boolean:
+    """`condition` with `old` replaced and like terms of its relations collected."""
+    if not condition.has(old):
+        return condition
+    changed = {r: r.func(sympy.expand(difference(r).subs(old, new)), 0) for r in condition.atoms(Relational)}
+    return condition.xreplace(changed)
+
+
+def _classify(conjunct: Boolean, bounds: tuple[Boolean, ...]) -> Conjunct:
+    if conjunct.has(AppliedUndef):
+        return Conjunct("data", conjunct)
+    if _exactly(conjunct, CAUSAL, bounds):
+        return Conjunct("causal", conjunct)
+    window = _window(conjunct, bounds)
+    if window is not None and _exactly(conjunct, _within(window), bounds):
+        return Conjunct("window", conjunct, window)
+    return Conjunct("other", conjunct)
+
+
+def _within(window: int) -> Boolean:
+    return sympy.Gt(COL, ROW - window)
+
+
+def _window(condition: Boolean, bounds: tuple[Boolean, ...]) -> int | None:
+    distance = greatest(ROW - COL, condition, bounds)
+    return None if distance is None else distance + 1
+
+
+def _exactly(condition: Boolean, other: Boolean, bounds: tuple[Boolean, ...]) -> bool:
+    return implies(condition, other, bounds) and implies(other, condition, bounds)
+
+
+def _applications(expr: sympy.Basic) -> set[AppliedUndef]:
+    return expr.atoms(AppliedUndef)
+
+
+def _text(expr: sympy.Basic) -> str:
+    """`f[b, j]` for applications, `f[b, j]` and `not f[b, j]` for tests of them against zero."""
+    if isinstance(expr, AppliedUndef):
+        return f"{expr.func.__name__}[{', '.join(map(_text, expr.args))}]"
+    if isinstance(expr, (sympy.Ne, sympy.Eq)) and isinstance(expr.lhs, AppliedUndef) and expr.rhs == 0:
+        return ("not " if isinstance(expr, sympy.Eq) else "") + _text(expr.lhs)
+    if isinstance(expr, (And, Or)):
+        return "(" + (" and " if isinstance(expr, And) else " or ").join(map(_text, expr.args)) + ")"
+    if isinstance(expr, Relational):
+        return f"{_text(expr.lhs)} {expr.rel_op} {_text(expr.rhs)}"
+    names = {f: sympy.Symbol(_text(f)) for f in expr.atoms(AppliedUndef)}
+    return str(expr.xreplace(names))
+
+
+# --- Blocks ---------------------------------------------------------------------------------------
+
+
+def materialize(
+    node: fx.Node,
+    dims: Dims,
+    fetch: Callable[[fx.Node], Any],
+    is_linear: Callable[[fx.Node], bool] = repeats_no_symbol,
+) -> torch.Tensor:
+    """The block of `node` in the given intervals: what slicing the whole value would give.
+
+    Only linear values are read whole; nothing larger than the block is made. Traceable with symbolic bounds.
+
+    Args:
+        node: the value, linear or with two sequence dims.
+        dims: one entry a dim: None (whole) or (start, stop), 0 <= start <= stop <= size, ints or SymInts. A
+            dim of size 1 is kept whole whatever its entry, as it is broadcast.
+        fetch: gives the tensor of a linear node or a placeholder, and the number of a SymInt node.
+        is_linear: as for `analyze`.
+
+    Raises:
+        MaskNotUnderstood: a value above the linear ones has an op, or a form of it, without a block rule.
+    """
+    return Blocks(fetch, is_linear).block(node, tuple(dims))
+
+
+def can_materialize(node: fx.Node, is_linear: Callable[[fx.Node], bool] = repeats_no_symbol) -> bool:
+    """True if `materialize` has rules for any block of the last two dims of `node`; looks at no tensor."""
+    ndim = len(shape(node))
+    pending = [(node, (None,) * (ndim - 2) + ((0, 1),) * min(ndim, 2))]
+    seen: set[tuple] = set()
+    while pending:
+        n, dims = pending.pop()
+        try:
+            dims = same_size(dims, shape(n))
+            if (n, dims) in seen or is_source(n, is_linear):
+                continue
+            seen.add((n, dims))
+            pending.extend(rule_for(n).operands(n, dims))
+        except MaskNotUnderstood:
+            return False
+    return True

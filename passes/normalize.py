@@ -1,0 +1,253 @@
+"""normalize: functional form, no dead code, no-ops removed, losses split into rows and a reduction.
+
+Every rewrite keeps the value (grouped heads up to rounding). Grad-mode regions become `detach`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from .capture import CapturedGraph
+from .ir import expression, shape_of
+from .rules.contractions import sdpa_arguments
+
+aten = torch.ops.aten
+Rewrite = Callable[[Graph, Node], "Node | None"]
+REWRITES: dict[Any, list[Rewrite]] = {}
+END = 2**63 - 1
+
+
+def rewrite(*ops: Any) -> Callable[[Rewrite], Rewrite]:
+    """Register a rewrite: it returns the node to use instead, or None to leave the node alone."""
+
+    def register(function: Rewrite) -> Rewrite:
+        for op in ops:
+            REWRITES.setdefault(op, []).append(function)
+        return function
+
+    return register
+
+
+def normalize(captured: CapturedGraph) -> CapturedGraph:
+    """Bring a captured graph to normal form, in place."""
+    graph = captured.module.graph
+    _grad_mode_regions(graph)
+    _functional_form(graph)
+    for node in list(graph.nodes):
+        for function in REWRITES.get(node.target, []):
+            replacement = function(graph, node)
+            if replacement is not None and replacement is not node:
+                node.replace_all_uses_with(replacement)
+                break
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    captured.module.recompile()
+    return captured
+
+
+def is_impure(node: Node) -> bool:
+    """True for a node that must stay though nobody reads it. A random op that nobody reads may go."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
+
+
+def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node before `before`, with its fake value and the source line of `before`."""
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
+    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next(
+        v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode")
+    )
+    with mode, torch.no_grad():
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def _grad_mode_regions(graph: Graph) -> None:
+    """Values made while gradients were off are constants: `detach` what leaves such a region."""
+    enabled = True
+    inside: set[Node] = set()
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+            graph.erase_node(node)
+        elif not enabled and isinstance(node.meta.get("val"), torch.Tensor) and node.op == "call_function":
+            inside.add(node)
+    for node in inside:
+        outside = [u for u in node.users if u not in inside]
+        if outside and node.meta["val"].is_floating_point():
+            detached = insert(graph, node.next, aten.detach.default, node)
+            for user in outside:
+                user.replace_input_with(node, detached)
+
+
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor,
+    aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.chunk.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.alias.default, aten.t.default,
+    aten.unbind.int, aten.detach.default, operator.getitem, aten.numpy_T.default,
+}  # fmt: skip
+
+
+def _functional_form(graph: Graph) -> None:
+    """Replace `op_(x, ...)` by `op(x, ...)` where nothing else can see the change through an alias."""
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        base = node.args[0]
+        functional = getattr(aten, schema.name.split("::")[1].removesuffix("_"), None)
+        overload = getattr(functional, node.target._overloadname, None)
+        aliased = base.op != "call_function" or base.target in VIEWS
+        aliased = aliased or any(u.target in VIEWS and order[u] < order[node] for u in base.users)
+        if overload is None or aliased or not schema.name.endswith("_"):
+            raise MutationError(node)
+        new = insert(graph, node, overload, *node.args, **node.kwargs)
+        node.replace_all_uses_with(new)
+        for user in [u for u in base.users if order.get(u, -1) > order[node]]:
+            user.replace_input_with(base, new)
+        graph.erase_node(node)
+
+
+class MutationError(Exception):
+    """The graph changes a value in place that is seen through another name."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"{node.target} changes a value in place that other values share")
+        self.node = node
+
+
+# ---- no-ops
+
+
+@rewrite(aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
+def same_dtype(graph: Graph, node: Node) -> Node | None:
+    source, value = node.args[0].meta["val"], node.meta["val"]
+    copies = node.kwargs.get("copy", False) or node.target is aten._to_copy.default
+    same = source.dtype == value.dtype and source.device == value.device
+    return node.args[0] if same and not copies else None
+
+
+@rewrite(aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+def alias(graph: Graph, node: Node) -> Node | None:
+    return node.args[0]
+
+
+@rewrite(aten.dropout.default, aten.alpha_dropout.default)
+def no_dropout(graph: Graph, node: Node) -> Node | None:
+    _, p, train = node.args
+    return node.args[0] if p == 0.0 or not train else None
+
+
+@rewrite(aten.slice.Tensor)
+def full_slice(graph: Graph, node: Node) -> Node | None:
+    source, dim, start, end, step = (*node.args, None, None, None, None)[:5]
+    size = node.args[0].meta["val"].shape[dim or 0]
+    reaches = end is None or end == END
+    if isinstance(end, Node):
+        reaches = expression(end.meta["val"]) == expression(size)
+    return source if start in (None, 0) and reaches and step in (None, 1) else None
+
+
+@rewrite(aten.view.default, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
+def same_shape(graph: Graph, node: Node) -> Node | None:
+    return node.args[0] if shape_of(node) == shape_of(node.args[0]) else None
+
+
+@rewrite(aten.contiguous.default)
+def already_contiguous(graph: Graph, node: Node) -> Node | None:
+    return None if node.kwargs else node if not _is_contiguous(node.args[0]) else node.args[0]
+
+
+def _is_contiguous(node: Node) -> bool:
+    expected: sympy.Expr = sympy.S.One
+    value = node.meta["val"]
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if expression(size) != 1 and expression(stride) != expected:
+            return False
+        expected = expected * expression(size)
+    return True
+
+
+# ---- grouped heads
+
+
+def grouped_source(node: Any) -> tuple[Node, int] | None:
+    """`(x, n)` if `node` repeats each head of `x` (dim 1 of 4) n times, whatever way it is written."""
+    if not isinstance(node, Node):
+        return None
+    if node.target is aten.repeat_interleave.self_int:
+        source, count, *dim = node.args
+        dim = dim[0] if dim else node.kwargs.get("dim")
+        return (source, count) if dim == 1 and isinstance(count, int) else None
+    if node.target not in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
+        return None
+    inner = node.args[0]
+    if inner.target is aten.clone.default or inner.target is aten.contiguous.default:
+        inner = inner.args[0]
+    if inner.target is not aten.expand.default or inner.args[0].target is not aten.unsqueeze.default:
+        return None
+    source, dim = inner.args[0].args
+    if len(shape_of(source)) != 4 or dim not in (2, -3):
+        return None
+    heads, count = shape_of(inner)[1], shape_of(inner)[2]
+    before, after = shape_of(source), shape_of(node)
+    repeated = (before[0], heads * count, *before[2:])
+    return (source, int(count)) if after == repeated and count.is_integer and count > 1 else None
+
+
+@rewrite(aten.scaled_dot_product_attention.default)
+def grouped_attention(graph: Graph, node: Node) -> Node | None:
+    """Hand the kernel the heads as they are: repeated keys and values are never stored."""
+    call = sdpa_arguments(node)
+    key, value = grouped_source(call["key"]), grouped_source(call["value"])
+    if call["enable_gqa"] or key is None or value is None or key[1] != value[1]:
+        return None
+    return insert(
+        graph, node, node.target, call["query"], key[0], value[0], call["attn_mask"], call["dropout_p"],
+        call["is_causal"], scale=call["scale"], enable_gqa=True,
+    )  # fmt: skip
+
+
+# ---- losses
+
+
+@rewrite(aten.cross_entropy_loss.default)
+def loss_by_rows(graph: Graph, node: Node) -> Node | None:
+    """`cross_entropy(x, t)` -> one loss a row, then the reduction.
+
+    NOTE [the same summation as eager]: the rows are summed by `nll_loss` on one class, the very kernel
+    and order that eager uses, so that the loss is bitwise the same even where the model computes it in
+    a lower precision than its weights.
+    """
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    call = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
+    call.update(zip(names, node.args, strict=False))
+    call.update(node.kwargs)
+    target = call["target"]
+    plain = call["weight"] is None and not target.meta["val"].is_floating_point()
+    if call["reduction"] == 0 or not plain or target.meta["val"].dim() == 0:
+        return None
+    rows = insert(
+        graph, node, node.target, call["input"], target, None, 0, call["ignore_index"],
+        call["label_smoothing"],
+    )  # fmt: skip
+    if target.meta["val"].dim() > 1:
+        rows = insert(graph, node, aten.reshape.default, rows, [-1])
+        target = insert(graph, node, aten.reshape.default, target, [-1])
+    ignored = insert(graph, node, aten.eq.Scalar, target, call["ignore_index"])
+    zeros = insert(graph, node, aten.zeros_like.default, target)
+    target = insert(graph, node, aten.masked_fill.Scalar, zeros, ignored, call["ignore_index"])
+    classes = insert(graph, node, aten.neg.default, rows)
+    classes = insert(graph, node, aten.unsqueeze.default, classes, 1)
+    return insert(
+        graph, node, aten.nll_loss_nd.default, classes, target, None, call["reduction"], call["ignore_index"]
+    )

@@ -1,0 +1,82 @@
+"""Op rules: how each op moves the sequence axis, and which of its operands it reads as columns.
+
+A rule is a small function registered with `@rule(op, ...)`. It gets the node and a `RuleContext` and
+returns the layout of the result; it raises `NotSeparable` with a reason when it cannot prove that rows
+of the result are made of rows of the operands. An op without a rule is not separable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from ..ir import Axis, Facts, Kind, Layout, Mixing, NotSeparable, Role
+
+Rule = Callable[["RuleContext", Node], Layout]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of these ops."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            assert op not in RULES, f"two rules for {op}"
+            RULES[op] = function
+        return function
+
+    return register
+
+
+class RuleContext:
+    """What a rule may ask and say."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def rank(self, node: Node) -> int:
+        return node.meta["val"].dim()
+
+    def layout(self, node: Any) -> Layout:
+        """Layout of an operand; operands without the sequence have no axis."""
+        if not isinstance(node, Node):
+            return ()
+        known = self.facts.layouts.get(node)
+        if known is None:
+            raise NotSeparable(f"the sequence axis of operand {node.name} is unknown")
+        return known
+
+    def is_stream(self, node: Any) -> bool:
+        return isinstance(node, Node) and self.facts.kinds.get(node) is Kind.STREAM
+
+    def mixes(self, mixing: Mixing) -> None:
+        """Record that the op reads some operands by columns."""
+        self.facts.mixings[mixing.node] = mixing
+
+
+def has_row(layout: Layout) -> bool:
+    return any(a is not None and a.role is Role.ROW for a in layout)
+
+
+def normalize_dim(dim: int, rank: int) -> int:
+    return dim % rank if rank else 0
+
+
+def forbid(layout: Layout, dims: list[int], what: str, role: Role | None = None) -> None:
+    """Raise if any of `dims` carries the sequence (in `role`, if given)."""
+    for dim in dims:
+        axis = layout[dim]
+        if axis is not None and (role is None or axis.role is role):
+            raise NotSeparable(f"{what} the sequence axis (dim {dim})")
+
+
+def merge_axis(first: Axis | None, second: Axis | None) -> Axis | None:
+    """The common axis of two aligned dims, neither of size 1."""
+    if first is not None and second is not None and first != second:
+        raise NotSeparable(f"aligned dims carry different sequence axes ({first} and {second})")
+    return first if first is not None else second
+
+
+from . import contractions, indexing, pointwise, reductions, shapes  # noqa: E402,F401

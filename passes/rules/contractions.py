@@ -1,0 +1,124 @@
+"""Products of tensors: linear layers, matmul and attention. Here columns come into being."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir import COLUMN, Axis, Kind, Layout, Mixing, NotSeparable, Reach, Role
+from . import RuleContext, forbid, merge_axis, rule
+from .pointwise import align
+
+aten = torch.ops.aten
+
+
+@rule(aten.linear.default)
+def linear(ctx: RuleContext, node: Node) -> Layout:
+    x, weight, *bias = node.args
+    layout = ctx.layout(x)
+    forbid(layout, [len(layout) - 1], "a linear layer contracts")
+    for operand in (weight, *bias):
+        if isinstance(operand, Node) and ctx.facts.carries(operand):
+            raise NotSeparable("the weight of a linear layer carries the sequence")
+    return (*layout[:-1], None)
+
+
+@rule(aten.addmm.default)
+def addmm(ctx: RuleContext, node: Node) -> Layout:
+    bias, x, weight = node.args[:3]
+    for operand in (bias, weight):
+        if ctx.facts.carries(operand):
+            raise NotSeparable("the weight of a linear layer carries the sequence")
+    layout = ctx.layout(x)
+    forbid(layout, [1], "a matrix product contracts")
+    return (layout[0], None)
+
+
+@rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
+def matmul(ctx: RuleContext, node: Node) -> Layout:
+    return product(ctx, node, node.args[0], node.args[1])
+
+
+@rule(aten.baddbmm.default)
+def baddbmm(ctx: RuleContext, node: Node) -> Layout:
+    bias, left, right = node.args[:3]
+    result = product(ctx, node, left, right)
+    if isinstance(bias, Node) and ctx.facts.kind(bias) is Kind.STREAM:
+        raise NotSeparable("the addend of a batched product is streamed")
+    return result
+
+
+def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
+    """Layout of `left @ right`.
+
+    * no contracted dim carries the sequence, both outer dims do: rows of `left` against the rows of
+      `right`, which are read as columns (attention scores);
+    * the contracted dim is a column of `left`: it meets the rows of `right`, read as columns (attention
+      output);
+    * a contraction of rows with rows is a sum over the sequence, and refused.
+    """
+    a, b = ctx.layout(left), ctx.layout(right)
+    if len(a) < 2 or len(b) < 2:
+        raise NotSeparable("a product with a vector")
+    batch = _batch(ctx, node, left, right, a, b)
+    m, contracted_a, contracted_b, n = a[-2], a[-1], b[-2], b[-1]
+    for axis in (m, contracted_a, contracted_b, n):
+        if axis is not None and not axis.simple:
+            raise NotSeparable("a product over a dim that merges the sequence with another")
+    if contracted_a is None and contracted_b is None:
+        if m is not None and n is not None:
+            if m.role is not Role.ROW or n.role is not Role.ROW:
+                raise NotSeparable("a product of columns")
+            ctx.mixes(Mixing(node, columns=(right,)))
+            n = COLUMN
+        return (*batch, m, n)
+    if contracted_a == COLUMN and contracted_b == Axis() and m == Axis() and n is None:
+        ctx.mixes(Mixing(node, columns=(right,)))
+        return (*batch, m, n)
+    raise NotSeparable("a product that sums over the sequence axis")
+
+
+def _batch(ctx: RuleContext, node: Node, left: Node, right: Node, a: Layout, b: Layout) -> list[Axis | None]:
+    rank = ctx.rank(node)
+    result: list[Axis | None] = [None] * (rank - 2)
+    for operand, layout in ((left, a), (right, b)):
+        shape = operand.meta["val"].shape
+        for offset, axis in enumerate(reversed(layout[:-2])):
+            if axis is not None and shape[len(layout) - 3 - offset] != 1:
+                result[rank - 3 - offset] = merge_axis(result[rank - 3 - offset], axis)
+    return result
+
+
+SDPA_DEFAULTS = (None, None, None, None, 0.0, False)
+
+
+def sdpa_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of `scaled_dot_product_attention` by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    result: dict[str, Any] = {
+        "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+    }  # fmt: skip
+    result.update(zip(names, node.args, strict=False))
+    result.update(node.kwargs)
+    return result
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def attention(ctx: RuleContext, node: Node) -> Layout:
+    call = sdpa_arguments(node)
+    query, key, value, mask = (call[k] for k in ("query", "key", "value", "attn_mask"))
+    layouts = [ctx.layout(n) for n in (query, key, value)]
+    expected = (*(None,) * (ctx.rank(node) - 2), Axis(), None)
+    for name, layout in zip(("query", "key", "value"), layouts, strict=True):
+        if layout != expected:
+            raise NotSeparable(f"the {name} of an attention has its sequence axis in an unusual place")
+    if isinstance(mask, Node) and ctx.facts.kind(mask) is Kind.STREAM:
+        raise NotSeparable("the mask of an attention depends on parameters")
+    reach = Reach.CAUSAL if call["is_causal"] else Reach.FULL
+    ctx.mixes(Mixing(node, columns=(key, value), mask=mask, reach=reach))
+    return expected
+
+
+__all__ = ["align", "sdpa_arguments"]

@@ -1,0 +1,67 @@
+"""Lookups: embeddings, gathers and constant index lists."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..ir import Kind, Layout, NotSeparable
+from . import RuleContext, forbid, merge_axis, normalize_dim, rule
+
+aten = torch.ops.aten
+
+
+@rule(aten.embedding.default)
+def embedding(ctx: RuleContext, node: Node) -> Layout:
+    weight, ids = node.args[:2]
+    if ctx.facts.carries(weight):
+        raise NotSeparable("the table of a lookup carries the sequence")
+    return (*ctx.layout(ids), None)
+
+
+@rule(aten.gather.default)
+def gather(ctx: RuleContext, node: Node) -> Layout:
+    source, dim, index = node.args[:3]
+    layout, wanted = ctx.layout(source), ctx.layout(index)
+    forbid(layout, [normalize_dim(dim, len(layout))], "a gather along")
+    forbid(wanted, [normalize_dim(dim, len(layout))], "a gather along")
+    for first, second in zip(layout, wanted, strict=True):
+        if (first is None) != (second is None):
+            raise NotSeparable("a gather whose index does not carry the sequence where its source does")
+        merge_axis(first, second)
+    return wanted
+
+
+@rule(aten.index_select.default)
+def index_select(ctx: RuleContext, node: Node) -> Layout:
+    layout, dim = ctx.layout(node.args[0]), node.args[1]
+    forbid(layout, [normalize_dim(dim, len(layout))], "an index along")
+    if ctx.facts.carries(node.args[2]):
+        raise NotSeparable("an index that carries the sequence")
+    return layout
+
+
+@rule(aten.index.Tensor)
+def index(ctx: RuleContext, node: Node) -> Layout:
+    """A constant index on dims without the sequence; a table looked up by rows."""
+    source, indices = node.args[:2]
+    layout = ctx.layout(source)
+    used = [d for d, i in enumerate(indices) if i is not None]
+    tables = [indices[d] for d in used]
+    forbid(layout, used, "an index along")
+    if any(i.meta["val"].dtype == torch.bool for i in tables):
+        raise NotSeparable("a boolean index")
+    if any(ctx.facts.kind(i) is Kind.SQUARE for i in tables):
+        raise NotSeparable("an index of sequence by sequence")
+    if used != list(range(used[0], used[0] + len(used))):
+        raise NotSeparable("an index on dims that are not next to each other")
+    rank = max(i.meta["val"].dim() for i in tables)
+    looked_up: list = [None] * rank
+    for table in tables:
+        shape = table.meta["val"].shape
+        for offset, axis in enumerate(reversed(ctx.layout(table))):
+            if axis is not None and shape[len(shape) - 1 - offset] != 1:
+                looked_up[rank - 1 - offset] = merge_axis(looked_up[rank - 1 - offset], axis)
+    if any(a is not None for a in looked_up) and any(a is not None for a in layout):
+        raise NotSeparable("an index by rows into a value that has rows")
+    return (*layout[: used[0]], *looked_up, *layout[used[-1] + 1 :])

@@ -1,0 +1,95 @@
+"""Elementwise ops: rows stay rows, operands align from the right as in broadcasting."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..ir import Axis, Kind, Layout, NotSeparable, shape_of
+from . import RuleContext, merge_axis, rule
+
+aten = torch.ops.aten
+
+
+def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
+    """Layout of a broadcast of `inputs`. A value without a gradient takes the axes of its partners.
+
+    NOTE [axes of values without gradient]: broadcasting demands equal sizes or 1, so a dim of a whole
+    or square value that meets a sequence axis is either 1 or that same axis. Nothing is guessed.
+    """
+    rank = ctx.rank(node)
+    result: list[Axis | None] = [None] * rank
+    unproved: list[Node] = []
+    known_any = False
+    for operand in inputs:
+        kind = ctx.facts.kinds.get(operand)
+        layout = ctx.facts.layouts.get(operand)
+        if kind is Kind.SQUARE or layout is None:
+            if kind is Kind.STREAM:
+                raise NotSeparable(f"the sequence axis of operand {operand.name} is unknown")
+            unproved.append(operand)
+            continue
+        known_any = True
+        shape = shape_of(operand)
+        for offset, axis in enumerate(reversed(layout)):
+            dim = rank - 1 - offset
+            if axis is not None and shape[len(shape) - 1 - offset] != 1:
+                result[dim] = merge_axis(result[dim], axis)
+    for operand in unproved:
+        _check_covered(ctx, operand, result, rank)
+    if not known_any and unproved:
+        raise NotSeparable("no operand has a known sequence axis")
+    return tuple(result)
+
+
+def _check_covered(ctx: RuleContext, operand: Node, result: list[Axis | None], rank: int) -> None:
+    sequence = ctx.facts.sequence
+    for offset, size in enumerate(reversed(shape_of(operand))):
+        if sequence in size.free_symbols and result[rank - 1 - offset] is None:
+            raise NotSeparable(f"operand {operand.name} carries the sequence where the others do not")
+
+
+POINTWISE = [
+    "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar", "mul.Tensor",
+    "mul.Scalar", "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default",
+    "remainder.Scalar", "remainder.Tensor", "fmod.Scalar", "neg.default", "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor", "pow.Scalar", "exp.default", "exp2.default", "expm1.default", "log.default",
+    "log2.default", "log1p.default", "sqrt.default", "rsqrt.default", "reciprocal.default", "abs.default",
+    "sign.default", "sin.default", "cos.default", "tanh.default", "sigmoid.default", "relu.default",
+    "relu6.default", "silu.default", "gelu.default", "mish.default", "elu.default", "celu.default",
+    "selu.default", "leaky_relu.default", "hardtanh.default", "hardswish.default", "hardsigmoid.default",
+    "softplus.default", "log_sigmoid.default", "logit.default", "erf.default", "threshold.default",
+    "square.default", "clamp.default", "clamp_min.default", "clamp_max.default", "clamp.Tensor",
+    "minimum.default", "maximum.default", "max.other", "min.other", "where.self", "where.ScalarOther",
+    "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar", "masked_fill.Tensor", "eq.Tensor",
+    "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar", "le.Tensor", "le.Scalar", "gt.Tensor",
+    "gt.Scalar", "ge.Tensor", "ge.Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
+    "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor", "bitwise_not.default",
+    "logical_and.default", "logical_or.default", "logical_xor.default", "logical_not.default",
+    "isfinite.default", "isnan.default", "isinf.default", "nan_to_num.default", "floor.default",
+    "ceil.default", "round.default", "trunc.default", "atan2.default", "lerp.Scalar", "lerp.Tensor",
+    "addcmul.default", "addcdiv.default", "detach.default", "clone.default", "contiguous.default",
+    "alias.default", "to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy.default",
+    "type_as.default", "zeros_like.default", "ones_like.default", "full_like.default",
+    "lift_fresh_copy.default", "lift_fresh.default", "dropout.default", "alpha_dropout.default",
+    "native_dropout.default", "binary_cross_entropy_with_logits.default", "huber_loss.default",
+]  # fmt: skip
+
+
+def pointwise_ops() -> list[torch._ops.OpOverload]:
+    """The overloads of the list above that this version of torch has."""
+    found = []
+    for name in POINTWISE:
+        packet, overload = name.rsplit(".", 1)
+        op = getattr(getattr(aten, packet, None), overload, None)
+        if op is not None:
+            found.append(op)
+    return found
+
+
+@rule(*pointwise_ops())
+def pointwise(ctx: RuleContext, node: Node) -> Layout:
+    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if node.target in (aten.type_as.default, aten.to.other):
+        inputs = inputs[:1]  # the second operand only lends its dtype
+    return align(ctx, node, inputs)

@@ -1,0 +1,283 @@
+"""Views and other ops that move, merge or split dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..ir import Axis, Layout, NotSeparable, expression, shape_of, tensors_of
+from . import RuleContext, forbid, merge_axis, normalize_dim, rule
+
+aten = torch.ops.aten
+
+
+@rule(
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
+)  # fmt: skip
+def view(ctx: RuleContext, node: Node) -> Layout:
+    """Dims are grouped from the left until the products agree; an axis keeps what it is merged with."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return regroup(ctx.layout(source), shape_of(source), shape_of(node))
+
+
+def regroup(layout: Layout, before: tuple[sympy.Expr, ...], after: tuple[sympy.Expr, ...]) -> Layout:
+    """Layout after a view from sizes `before` to sizes `after`.
+
+    Dims of size 1 hold nothing and are left out; the others are grouped from the left until the products
+    agree. In the group that holds the sequence, the output dim that covers it keeps what it is merged with
+    as `outer` and `inner`.
+    """
+    result: list[Axis | None] = [None] * len(after)
+    left = [d for d, s in enumerate(before) if s != 1]
+    right = [d for d, s in enumerate(after) if s != 1]
+    while left and right:
+        group_in, group_out = [left.pop(0)], [right.pop(0)]
+        size_in, size_out = before[group_in[0]], after[group_out[0]]
+        while sympy.expand(size_in - size_out) != 0:
+            grow_input = _smaller(size_in, size_out)
+            if not (left if grow_input else right):
+                raise NotSeparable(f"view from {before} to {after} is not a regrouping of dims")
+            if grow_input:
+                group_in.append(left.pop(0))
+                size_in *= before[group_in[-1]]
+            else:
+                group_out.append(right.pop(0))
+                size_out *= after[group_out[-1]]
+        _place_axis(layout, before, after, group_in, group_out, result)
+    if left or right:
+        raise NotSeparable(f"view from {before} to {after} is not a regrouping of dims")
+    return tuple(result)
+
+
+def _smaller(first: sympy.Expr, second: sympy.Expr) -> bool:
+    """Compare two sizes at large prime values of their symbols (the result is checked exactly later)."""
+    symbols = sorted(first.free_symbols | second.free_symbols, key=str)
+    point = {s: sympy.prime(10_000 + 97 * k) for k, s in enumerate(symbols)}
+    return bool(first.subs(point) < second.subs(point))
+
+
+def _place_axis(
+    layout: Layout,
+    before: tuple[sympy.Expr, ...],
+    after: tuple[sympy.Expr, ...],
+    group_in: list[int],
+    group_out: list[int],
+    result: list[Axis | None],
+) -> None:
+    carrying = [d for d in group_in if layout[d] is not None]
+    if not carrying:
+        return
+    if len(carrying) > 1:
+        raise NotSeparable("a view merges two sequence axes")
+    dim = carrying[0]
+    axis = layout[dim]
+    assert axis is not None
+    outer = sympy.Mul(*(before[d] for d in group_in if d < dim)) * axis.outer
+    inner = sympy.Mul(*(before[d] for d in group_in if d > dim)) * axis.inner
+    before_dim, after_dim = sympy.S.One, sympy.Mul(*(after[d] for d in group_out))
+    for d in group_out:
+        after_dim = sympy.cancel(after_dim / after[d])
+        if _whole(outer / before_dim) and _whole(inner / after_dim):
+            result[d] = Axis(axis.role, sympy.cancel(outer / before_dim), sympy.cancel(inner / after_dim))
+            return
+        before_dim = before_dim * after[d]
+    raise NotSeparable(f"a view splits the sequence axis: {before} to {after}")
+
+
+def _whole(quotient: sympy.Expr) -> bool:
+    """True if the quotient of two sizes has no denominator."""
+    return sympy.fraction(sympy.cancel(quotient))[1] == 1
+
+
+@rule(aten.transpose.int)
+def transpose(ctx: RuleContext, node: Node) -> Layout:
+    source, first, second = node.args
+    layout = list(ctx.layout(source))
+    a, b = (normalize_dim(d, len(layout)) for d in (first, second))
+    layout[a], layout[b] = layout[b], layout[a]
+    return tuple(layout)
+
+
+@rule(aten.permute.default)
+def permute(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    return tuple(layout[normalize_dim(d, len(layout))] for d in node.args[1])
+
+
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
+def transpose_last(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    if node.target is aten.mT.default:
+        return (*layout[:-2], layout[-1], layout[-2])
+    return tuple(reversed(layout))
+
+
+@rule(aten.unsqueeze.default)
+def unsqueeze(ctx: RuleContext, node: Node) -> Layout:
+    layout = list(ctx.layout(node.args[0]))
+    layout.insert(normalize_dim(node.args[1], len(layout) + 1), None)
+    return tuple(layout)
+
+
+@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def squeeze(ctx: RuleContext, node: Node) -> Layout:
+    source = node.args[0]
+    layout, shape = ctx.layout(source), shape_of(source)
+    given = node.args[1] if len(node.args) > 1 else range(len(shape))
+    dims = [given] if isinstance(given, int) else list(given)
+    drop = {d % len(shape) for d in dims if shape[d % len(shape)] == 1}
+    return tuple(a for d, a in enumerate(layout) if d not in drop)
+
+
+@rule(aten.expand.default, aten.broadcast_to.default, aten.expand_as.default)
+def expand(ctx: RuleContext, node: Node) -> Layout:
+    source = node.args[0]
+    layout, before, after = ctx.layout(source), shape_of(source), shape_of(node)
+    lead = len(after) - len(before)
+    for dim, size in enumerate(after):
+        grown = dim < lead or before[dim - lead] != size
+        if grown and ctx.facts.sequence in size.free_symbols:
+            raise NotSeparable("a value is repeated along the sequence axis")
+    return (None,) * lead + layout
+
+
+@rule(aten.slice.Tensor)
+def slice_(ctx: RuleContext, node: Node) -> Layout:
+    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    layout = ctx.layout(source)
+    forbid(layout, [normalize_dim(dim, len(layout))], "a slice of")
+    return layout
+
+
+@rule(aten.narrow.default)
+def narrow(ctx: RuleContext, node: Node) -> Layout:
+    return slice_(ctx, node)
+
+
+@rule(aten.select.int)
+def select(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    dim = normalize_dim(node.args[1], len(layout))
+    forbid(layout, [dim], "a selection on")
+    return layout[:dim] + layout[dim + 1 :]
+
+
+@rule(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
+def split(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    forbid(layout, [normalize_dim(dim, len(layout))], "a split of")
+    return layout
+
+
+@rule(aten.unbind.int)
+def unbind(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    dim = normalize_dim(node.args[1] if len(node.args) > 1 else 0, len(layout))
+    forbid(layout, [dim], "an unbind of")
+    return layout[:dim] + layout[dim + 1 :]
+
+
+@rule(aten.cat.default)
+def cat(ctx: RuleContext, node: Node) -> Layout:
+    parts = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else 0
+    layout = joined(ctx, parts)
+    forbid(layout, [normalize_dim(dim, len(layout))], "a concatenation along")
+    return layout
+
+
+@rule(aten.stack.default)
+def stack(ctx: RuleContext, node: Node) -> Layout:
+    layout = list(joined(ctx, node.args[0]))
+    layout.insert(normalize_dim(node.args[1] if len(node.args) > 1 else 0, len(layout) + 1), None)
+    return tuple(layout)
+
+
+def joined(ctx: RuleContext, parts: Any) -> Layout:
+    """The common layout of operands that are joined along a dim without the sequence."""
+    result: Layout | None = None
+    for part in parts:
+        layout = ctx.layout(part)
+        if result is None:
+            result = layout
+        else:
+            result = tuple(merge_axis(a, b) for a, b in zip(result, layout, strict=True))
+            if any((a is None) != (b is None) for a, b in zip(result, layout, strict=True)):
+                raise NotSeparable("joined operands do not all carry the sequence")
+    assert result is not None
+    return result
+
+
+@rule(aten.repeat_interleave.self_int)
+def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    if dim is None:
+        raise NotSeparable("repeat_interleave flattens its operand")
+    forbid(layout, [normalize_dim(dim, len(layout))], "a repetition along")
+    return layout
+
+
+@rule(aten.repeat.default, aten.tile.default)
+def repeat(ctx: RuleContext, node: Node) -> Layout:
+    layout, counts = ctx.layout(node.args[0]), node.args[1]
+    lead = len(counts) - len(layout)
+    result = (None,) * lead + layout
+    for axis, count in zip(result, counts, strict=True):
+        if axis is not None and count != 1:
+            raise NotSeparable("a value is repeated along the sequence axis")
+    return result
+
+
+@rule(aten.pad.default, aten.constant_pad_nd.default)
+def pad(ctx: RuleContext, node: Node) -> Layout:
+    layout, amounts = ctx.layout(node.args[0]), node.args[1]
+    touched = [len(layout) - 1 - k // 2 for k, amount in enumerate(amounts) if amount != 0]
+    forbid(layout, touched, "padding of")
+    return layout
+
+
+@rule(aten.flip.default)
+def flip(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    forbid(layout, [normalize_dim(d, len(layout)) for d in node.args[1]], "a flip of")
+    return layout
+
+
+@rule(aten.roll.default)
+def roll(ctx: RuleContext, node: Node) -> Layout:
+    layout = ctx.layout(node.args[0])
+    dims = node.args[2] if len(node.args) > 2 else []
+    if not dims:
+        raise NotSeparable("a roll over the flattened tensor")
+    forbid(layout, [normalize_dim(d, len(layout)) for d in dims], "a roll of")
+    return layout
+
+
+@rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange(ctx: RuleContext, node: Node) -> Layout:
+    """`arange(T)` counts the rows; any other range that mentions T is not a row index."""
+    (size,) = (expression(s) for s in tensors_of(node)[0].shape)
+    if size == ctx.facts.sequence:
+        return (Axis(),)
+    if ctx.facts.sequence in size.free_symbols:
+        raise NotSeparable("a range over something else than the rows")
+    return (None,)
+
+
+@rule(
+    aten.zeros.default, aten.ones.default, aten.full.default, aten.new_ones.default, aten.new_zeros.default,
+    aten.new_full.default, aten.scalar_tensor.default, aten.empty.memory_format, aten.eye.default,
+)  # fmt: skip
+def fill(ctx: RuleContext, node: Node) -> Layout:
+    """A constant fill has no rows of its own; one that is sized by the sequence is not placed here."""
+    for size in shape_of(node):
+        if ctx.facts.sequence in size.free_symbols:
+            raise NotSeparable("a fill sized by the sequence")
+    return (None,) * ctx.rank(node)

@@ -1,0 +1,233 @@
+"""segment: cut the graph where little is alive, so that each piece holds one level of mixing.
+
+A cut is a position in the order of streamed nodes; the values alive there are what is stored. Between
+two ops that mix rows (attentions) the position with the fewest bytes a row is taken: the residual
+stream, found by counting and not by name.
+"""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+from torch.fx import Node
+
+from .ir import Axis, Facts, Kind, Reach, Role, Segment, operands, shape_of, tensors_of
+from .masks import can_materialize
+from .rules.contractions import aten
+
+# A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
+# levels of mixing then share a segment.
+EXPENSIVE = 3.0
+
+
+def segment(facts: Facts) -> Facts:
+    """Split the streamed nodes into segments and the epilogue."""
+    order = _streamed(facts)
+    cuts, epilogue_at = _cuts(facts, order)
+    bounds = [0, *cuts, epilogue_at]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        if stop > start:
+            facts.segments.append(Segment(len(facts.segments), order[start:stop]))
+    facts.epilogue = order[epilogue_at:]
+    for piece in facts.segments:
+        connect(facts, piece)
+        _judge(facts, piece)
+    return facts
+
+
+def _streamed(facts: Facts) -> list[Node]:
+    """Streamed nodes in graph order, with those reduced values that streamed ones are made of."""
+    feeds: set[Node] = set()
+    for node in reversed(facts.nodes):
+        if facts.kinds.get(node) is Kind.STREAM or node in feeds:
+            feeds.update(n for n in operands(node) if facts.kinds[n] is Kind.REDUCED)
+    return [
+        n
+        for n in facts.nodes
+        if n.op == "call_function" and (facts.kinds[n] is Kind.STREAM or n in feeds)
+    ]
+
+
+def row_axis(facts: Facts, node: Node) -> tuple[int, Axis] | None:
+    """Dim and axis of the rows of a value that can be stored by rows, else None."""
+    layout = facts.layouts.get(node)
+    if layout is None or isinstance(node.meta["val"], (tuple, list)):
+        return None
+    found = [(d, a) for d, a in enumerate(layout) if a is not None]
+    if len(found) != 1 or found[0][1].role is not Role.ROW:
+        return None
+    sizes = [s for d, s in enumerate(shape_of(node)) if d != found[0][0]]
+    return None if any(facts.sequence in s.free_symbols for s in sizes) else found[0]
+
+
+def row_bytes(facts: Facts, node: Node) -> float:
+    """Bytes of one row (of all samples) of a stored value; infinite if it cannot be stored by rows."""
+    rows = row_axis(facts, node)
+    if rows is None:
+        return math.inf
+    dim, axis = rows
+    sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
+    numbers = sympy.Mul(*sizes)
+    numbers = numbers.subs({s: 2 for s in numbers.free_symbols})
+    return float(numbers) * tensors_of(node)[0].element_size()
+
+
+def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
+    """Bytes a row alive just before each position (and after the last)."""
+    position = {n: k for k, n in enumerate(order)}
+    end = len(order)
+    change = [0.0] * (end + 2)
+    barred = [0] * (end + 2)
+    sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
+    for node in (*sources, *order):
+        if not tensors_of(node):
+            continue
+        born = position.get(node, -1) + 1
+        uses = [position.get(u, end) for u in node.users if u.op != "output"]
+        last = max(uses, default=born - 1)
+        if last < born:
+            continue
+        cost = row_bytes(facts, node)
+        target = barred if math.isinf(cost) else change
+        amount = 1 if math.isinf(cost) else cost
+        target[born] += amount
+        target[last + 1] -= amount
+    costs, alive, bars = [], 0.0, 0.0
+    for k in range(end + 1):
+        alive += change[k]
+        bars += barred[k]
+        costs.append(math.inf if bars else alive)
+    return costs
+
+
+def _stops(facts: Facts, order: list[Node]) -> list[int]:
+    return [
+        k
+        for k, n in enumerate(order)
+        if n in facts.mixings or n in facts.refusals or facts.layouts.get(n) is None
+        or facts.kinds[n] is Kind.REDUCED
+    ]  # fmt: skip
+
+
+def _contracts(facts: Facts, piece: Segment) -> bool:
+    """True if a segment multiplies by a parameter. One that does not (an embedding) is run whole."""
+    return any(_is_product(facts, n) for n in piece.nodes)
+
+
+def _is_product(facts: Facts, node: Node) -> bool:
+    products = (aten.linear.default, aten.matmul.default, aten.addmm.default, aten.mm.default)
+    return node.target in products and any(facts.kinds[n] is Kind.CONSTANT for n in operands(node))
+
+
+def _head(facts: Facts, order: list[Node], after: int) -> int | None:
+    """The last product with a parameter after the last mixing op: what follows is the head."""
+    found = (k for k in range(len(order) - 1, after, -1) if _is_product(facts, order[k]))
+    return next(found, None)
+
+
+def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
+    costs = _alive_costs(facts, order)
+    stops = _stops(facts, order)
+    head = _head(facts, order, stops[-1] if stops else -1)
+    walls = [*stops, head] if head is not None else stops
+    gaps = [(a + 1, b) for a, b in zip([0, *walls], walls, strict=False) if b > a]
+    gaps = [(max(1, a), b) for a, b in gaps if b >= max(1, a)]
+    best = [min(costs[a : b + 1]) for a, b in gaps]
+    limit = EXPENSIVE * min((b for b in best if b > 0), default=math.inf)
+    cuts: list[int] = []
+    for (start, stop), least in zip(gaps, best, strict=True):
+        if math.isinf(least) or least > limit:
+            continue
+        candidates = [k for k in range(start, stop + 1) if costs[k] == least]
+        cut = candidates[-1]
+        if head is not None and stop == head and len(cuts) > 1:
+            cut = _like_the_last(order, start, cuts, candidates)
+        cuts.append(cut)
+    return cuts, _epilogue(facts, order, costs, head, cuts)
+
+
+def _like_the_last(order: list[Node], mixing: int, cuts: list[int], candidates: list[int]) -> int:
+    """Of equally cheap cuts, the one that makes the last layer end as the layer before it does."""
+    start, stop = cuts[-2], cuts[-1]
+    previous = [n.target for n in order[start:stop]]
+    for cut in candidates:
+        if [n.target for n in order[stop:cut]] == previous:
+            return cut
+    return candidates[-1]
+
+
+def _epilogue(
+    facts: Facts, order: list[Node], costs: list[float], head: int | None, cuts: list[int]
+) -> int:
+    """Where the epilogue begins: small values by rows (losses, log-probabilities) and what follows.
+
+    It runs as ordinary autograd on values of a few numbers a row. Without a reduction there is none.
+    """
+    reduced = [n for n in facts.nodes if facts.kinds.get(n) is Kind.REDUCED and n not in set(order)]
+    start = (head if head is not None else (cuts[-1] if cuts else 0)) + 1
+    if not reduced or start > len(order):
+        return len(order)
+    least = min(costs[start:])
+    width = min((costs[k] for k in cuts), default=math.inf)
+    if math.isinf(least) or least * 4 > width:
+        return len(order)
+    return start + costs[start:].index(least)
+
+
+def closure(facts: Facts, nodes: list[Node], kinds: set[Kind]) -> list[Node]:
+    """Nodes of `kinds` that `nodes` are made of, in graph order."""
+    needed: set[Node] = set()
+    pending = [o for n in nodes for o in operands(n)]
+    while pending:
+        node = pending.pop()
+        if node in needed or facts.kinds[node] not in kinds:
+            continue
+        needed.add(node)
+        pending.extend(operands(node))
+    return [n for n in facts.nodes if n in needed]
+
+
+def connect(facts: Facts, piece: Segment) -> None:
+    """Find what goes into a segment and what comes out of it."""
+    inside = set(piece.nodes)
+    inlined = closure(facts, piece.nodes, {Kind.CONSTANT, Kind.SQUARE})
+    read = [o for n in (*piece.nodes, *inlined) for o in operands(n) if o not in inside]
+    read = list(dict.fromkeys(read))
+    piece.rows = [n for n in read if facts.kinds[n] is Kind.STREAM]
+    piece.constants = [n for n in read if facts.kinds[n] in (Kind.CONSTANT, Kind.REDUCED) and _is_input(facts, n)]
+    piece.whole = [
+        n for n in read if facts.kinds[n] is Kind.WHOLE or (facts.kinds[n] is Kind.SQUARE and n.op == "placeholder")
+    ]
+    piece.outputs = [n for n in piece.nodes if any(u not in inside for u in n.users)]
+    piece.mixings = [facts.mixings[n] for n in piece.nodes if n in facts.mixings]
+
+
+def _is_input(facts: Facts, node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr") or facts.kinds[node] is Kind.REDUCED
+
+
+def _judge(facts: Facts, piece: Segment) -> None:
+    """Decide whether a segment can be chunked, and how far its rows reach."""
+    for node in piece.nodes:
+        reason = facts.refusals.get(node)
+        if reason is None and facts.layouts.get(node) is None:
+            reason = "the sequence axis of the result is unknown"
+        if reason is not None:
+            piece.chunked, piece.reason, piece.refused = False, reason, node
+            break
+    for mask in closure(facts, piece.nodes, {Kind.SQUARE}) if piece.chunked else ():
+        read_by_rows = any(u in set(piece.nodes) for u in mask.users)
+        if read_by_rows and not can_materialize(mask, lambda n: facts.kinds.get(n) is Kind.WHOLE):
+            piece.chunked, piece.refused = False, mask
+            piece.reason = "a sequence x sequence value cannot be built by rows"
+    for node in (*piece.rows, *piece.outputs):
+        if piece.chunked and row_axis(facts, node) is None:
+            piece.chunked, piece.refused = False, node
+            piece.reason = "a value at its border cannot be stored by rows"
+    if not piece.mixings:
+        piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
+        return
+    piece.reach = max(m.reach for m in piece.mixings)
+    windows = [m.window for m in piece.mixings]
+    piece.window = max(windows) if piece.reach is Reach.WINDOW and all(w is not None for w in windows) else None

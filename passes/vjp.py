@@ -1,0 +1,376 @@
+"""vjp: chunk programs and their joint vector-Jacobian products as explicit FX graphs.
+
+Each program is traced once with `make_fx` on fake tensors whose chunk and prefix lengths are symbols, so
+that one graph serves all chunks, all lengths and all identical segments.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from .capture import SymbolTable
+from .chunk import ChunkProgram, Ranges, State, StateReader, narrow
+from .attention import StateRead
+from .ir import Axis, Facts, Segment, expression, shape_of, tensors_of
+from .lower import Lowered, lower
+from .segment import row_axis
+
+SIZES = ("rows", "prefix", "low", "total")
+# Lengths that are traced as numbers and not as symbols: symbolic shapes specialise on 0 and 1.
+SPECIAL = (0, 1)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes of one chunk: int values of `Ranges`. In FULL reach the columns are all of the sequence."""
+
+    rows: int
+    prefix: int
+    low: int
+    total: int
+    full: bool = False
+
+    @property
+    def pattern(self) -> tuple:
+        """What a traced program depends on: which lengths are special."""
+        special = [getattr(self, n) if getattr(self, n) in SPECIAL else None for n in SIZES]
+        return (*special, self.full)
+
+    def ranges(self, sizes: Callable[[str], Any]) -> Ranges:
+        rows, prefix, low, total = (sizes(n) for n in SIZES)
+        columns = total if self.full else prefix + rows
+        return Ranges(low + prefix, rows, low, prefix, columns, total)
+
+
+@dataclass
+class Slots:
+    """Order of a program's inputs; nodes are those of the segment the program was traced from."""
+
+    symbols: list[sympy.Symbol]
+    rows: list[Node]
+    constants: list[Node]
+    whole: list[Node]
+    states: list[State] = field(default_factory=list)
+    gradients: bool = False
+    cotangents: list[Node] = field(default_factory=list)
+    accumulators: list[Node] = field(default_factory=list)
+    values: bool = False
+
+
+@dataclass
+class Program:
+    """A lowered program with the sizes it was traced for."""
+
+    lowered: Lowered
+    guards: list[Callable[[Extent], bool]]
+
+    def accepts(self, extent: Extent) -> bool:
+        return all(guard(extent) for guard in self.guards)
+
+
+class Columns(StateReader):
+    """Forward: own rows are written into the buffer, and the buffer is read."""
+
+    def __init__(self, buffers: dict[Node, Tensor], ranges: Ranges, write: bool) -> None:
+        self.buffers, self.ranges, self.write = buffers, ranges, write
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        buffer = self.buffers[state.node]
+        if self.write:
+            buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows).copy_(own)
+        return buffer
+
+
+class DifferentiatedColumns(StateReader):
+    """Backward, causal: reads add to the gradient buffer and return the finished own rows."""
+
+    def __init__(self, buffers: dict[Node, Tensor], grads: dict[Node, Tensor], ranges: Ranges) -> None:
+        self.buffers, self.grads, self.ranges = buffers, grads, ranges
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        gradients = self.gradients(state)
+        return StateRead.apply(own, self.buffers[state.node], *gradients)
+
+    def gradients(self, state: State) -> tuple[Tensor, Tensor]:
+        grad = self.grads[state.node]
+        return grad, grad.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
+
+
+class LeafColumns(StateReader):
+    """Backward, not causal: the columns are leaves; the own rows are differentiated in a later sweep."""
+
+    def __init__(self, leaves: dict[Node, Tensor]) -> None:
+        self.leaves = leaves
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        return self.leaves[state.node]
+
+
+class SegmentPrograms:
+    """The traced programs of one distinct segment, made when first needed.
+
+    Four kinds: `forward` (rows and outputs of a chunk), `states` (only the state rows: the rebuild before
+    a backward), `joint` (recompute and VJP of a chunk) and, where reach is FULL, `state_joint` (VJP of the
+    state rows, once their gradient is complete).
+    """
+
+    def __init__(self, facts: Facts, segment: Segment) -> None:
+        self.facts, self.segment = facts, segment
+        self.programs: dict[tuple, list[Program]] = {}
+        self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
+        self.diff_rows = [n for n in segment.rows if n in facts.needs_grad]
+        self.diff_constants = [n for n in segment.constants if n in facts.needs_grad]
+        self.diff_outputs = [n for n in segment.outputs if n in facts.needs_grad]
+
+    def get(self, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Lowered:
+        """The program of a kind for these sizes, traced if there is none yet.
+
+        Args:
+            args: the actual inputs in slot order; their sizes serve as hints, their values are not read.
+        """
+        found = self.programs.setdefault((kind, plain, extent.pattern), [])
+        for program in found:
+            if program.accepts(extent):
+                return program.lowered
+        found.append(_trace(self, kind, plain, extent, args))
+        return found[-1].lowered
+
+    def slots(self, kind: str) -> Slots:
+        segment = self.segment
+        symbols = sorted(_free_symbols(self.facts, segment), key=str)
+        slots = Slots(symbols, segment.rows, segment.constants, segment.whole, list(self.states.values()))
+        slots.values = kind == "loss"
+        if kind in ("joint", "loss"):
+            slots.cotangents = self.diff_outputs
+        if kind in ("joint", "loss", "state_joint"):
+            slots.gradients = True
+            slots.accumulators = self.diff_constants
+        return slots
+
+
+def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
+    """Size symbols of a segment other than the sequence length."""
+    values = (t for n in (*segment.nodes, *segment.rows, *segment.constants, *segment.whole) for t in tensors_of(n))
+    symbols = {s for v in values for size in v.shape for s in expression(size).free_symbols}
+    return symbols - {facts.sequence}
+
+
+def _trace(owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Program:
+    facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    assert mode.shape_env is not None
+    table = SymbolTable(mode.shape_env)
+    fakes = _Fakes(facts, slots, extent, table, mode, args)
+    by_state = kind in ("states", "state_joint")
+    targets = [s.node for s in slots.states] if by_state else segment.outputs
+    program = ChunkProgram(facts, segment, targets, plain)
+    bodies = {"forward": _forward, "states": _write_states, "state_joint": _state_joint}
+    body = bodies.get(kind, _joint)
+
+    def traced(*flat: Any) -> list[Tensor]:
+        return body(owner, program, slots, extent, flat)
+
+    with mode, torch.enable_grad():
+        module = make_fx(traced, tracing_mode="real")(*fakes.flat)
+    guards = _guards(mode.shape_env, fakes.names)
+    count = len(slots.accumulators)
+    return Program(lower(module, accumulators=count, names=input_names(slots)), guards)
+
+
+def input_names(slots: Slots) -> list[str]:
+    """Readable names of a program's inputs, in order."""
+    names = [*SIZES, "seed", *(str(s) for s in slots.symbols)]
+    names += [f"x_{n.name}" for n in slots.rows]
+    names += [f"p_{n.name}" for n in slots.constants]
+    names += [f"w_{n.name}" for n in slots.whole]
+    names += [f"state_{s.node.name}" for s in slots.states]
+    if slots.gradients:
+        names += [f"grad_state_{s.node.name}" for s in slots.states]
+    names += [f"grad_{n.name}" for n in slots.cotangents]
+    return names + [f"grad_p_{n.name}" for n in slots.accumulators]
+
+
+class _Unpacked:
+    """The flat inputs of a program by role."""
+
+    def __init__(self, slots: Slots, extent: Extent, flat: Iterable[Any]) -> None:
+        stream = iter(flat)
+        sizes = dict(zip(SIZES, stream, strict=False))
+        self.ranges = extent.ranges(sizes.__getitem__)
+        self.seed = next(stream)
+        take = lambda keys: dict(zip(keys, itertools.islice(stream, len(keys)), strict=True))  # noqa: E731
+        self.symbols = take(slots.symbols)
+        self.rows, self.constants, self.whole = take(slots.rows), take(slots.constants), take(slots.whole)
+        nodes = [s.node for s in slots.states]
+        self.states = take(nodes)
+        self.gradients = take(nodes) if slots.gradients else {}
+        self.cotangents = take(slots.cotangents)
+        self.accumulators = take(slots.accumulators)
+
+    def bindings(self, facts: Facts, **replaced: dict[Node, Tensor]) -> dict[Any, Any]:
+        parts = {"rows": self.rows, "constants": self.constants, **replaced}
+        total = {facts.sequence: self.ranges.total}
+        return {**self.symbols, **total, **self.whole, **parts["rows"], **parts["constants"]}
+
+
+def _forward(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any) -> list[Tensor]:
+    given = _Unpacked(slots, extent, flat)
+    with torch.no_grad():
+        # in FULL reach all states were written before the first chunk reads
+        reader = Columns(given.states, given.ranges, write=not extent.full)
+        return program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
+
+
+def _write_states(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
+    given = _Unpacked(slots, extent, flat)
+    with torch.no_grad():
+        reader = Columns(given.states, given.ranges, write=True)
+        values = program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
+        for state, own in zip(slots.states, values, strict=True):
+            reader.columns(state, own)
+        return []
+
+
+def _joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any) -> list[Tensor]:
+    """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
+
+    Before them come the outputs themselves where they are asked for (a loss in one sweep).
+    """
+    given = _Unpacked(slots, extent, flat)
+    rows, constants = owner.diff_rows, owner.diff_constants
+    leaves = list(given.states) if extent.full else []
+
+    def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        named = dict(zip([*rows, *constants, *leaves], primals, strict=True))
+        replaced = {
+            "rows": {n: named.get(n, v) for n, v in given.rows.items()},
+            "constants": {n: named.get(n, v) for n, v in given.constants.items()},
+        }
+        if extent.full:
+            reader: StateReader = LeafColumns({n: named[n] for n in leaves})
+        else:
+            reader = DifferentiatedColumns(given.states, given.gradients, given.ranges)
+        bindings = given.bindings(owner.facts, **replaced)
+        values = program.run(bindings, given.ranges, reader, given.seed)
+        by_node = dict(zip(program.targets, values, strict=True))
+        return tuple(by_node[n] for n in owner.diff_outputs), values
+
+    primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
+    primals += [given.states[n] for n in leaves]
+    _, pullback, values = torch.func.vjp(chunk, *primals, has_aux=True)
+    gradients = list(pullback(tuple(given.cotangents[n] for n in owner.diff_outputs)))
+    for node in reversed(leaves):
+        given.gradients[node].add_(gradients.pop())
+    return [*(values if slots.values else ()), *gradients]
+
+
+def _state_joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any) -> list[Tensor]:
+    given = _Unpacked(slots, extent, flat)
+    rows, constants = owner.diff_rows, owner.diff_constants
+
+    def states(*primals: Tensor) -> tuple[Tensor, ...]:
+        named = dict(zip([*rows, *constants], primals, strict=True))
+        replaced = {
+            "rows": {n: named.get(n, v) for n, v in given.rows.items()},
+            "constants": {n: named.get(n, v) for n, v in given.constants.items()},
+        }
+        reader = LeafColumns(given.states)
+        return tuple(program.run(given.bindings(owner.facts, **replaced), given.ranges, reader, given.seed))
+
+    primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
+    _, pullback = torch.func.vjp(states, *primals)
+    start, length = given.ranges.start, given.ranges.rows
+    own = tuple(given.gradients[s.node].narrow(s.dim, start, length) for s in slots.states)
+    return list(pullback(own))
+
+
+class _Fakes:
+    """Fake inputs of a program, in slot order, with the symbols of their sizes."""
+
+    def __init__(
+        self, facts: Facts, slots: Slots, extent: Extent, table: SymbolTable, mode: FakeTensorMode, args: list[Any]
+    ) -> None:
+        self.facts, self.table, self.mode = facts, table, mode
+        self.names: dict[sympy.Symbol, str] = {}
+        sizes: dict[str, Any] = {}
+        for name in SIZES:
+            value = getattr(extent, name)
+            sizes[name] = value if value in SPECIAL else self._symbol(name, value)
+        self.ranges = extent.ranges(sizes.__getitem__)
+        self.sizes: dict[Any, Any] = {facts.sequence: sizes["total"]}
+        offset = len(SIZES) + 1
+        for symbol, value in zip(slots.symbols, args[offset:], strict=False):
+            self.sizes[symbol] = value if value in SPECIAL else self._symbol(str(symbol), value)
+        self.flat: list[Any] = [*(sizes[n] for n in SIZES), self._symbol("seed", 2**40)]
+        self.flat += [self.sizes[s] for s in slots.symbols]
+        self.flat += [self._rows(n) for n in slots.rows]
+        self.flat += [self._whole(n) for n in slots.constants]
+        self.flat += [self._whole(n) for n in slots.whole]
+        for _ in range(2 if slots.gradients else 1):
+            self.flat += [self._columns(s) for s in slots.states]
+        self.flat += [self._rows(n) for n in slots.cotangents]
+        self.flat += [self._whole(n) for n in slots.accumulators]
+
+    def _symbol(self, name: str, hint: int) -> Any:
+        value = self.table.new(name, hint)
+        if isinstance(value, torch.SymInt):
+            self.names[value.node.expr] = name
+        return value
+
+    def _size(self, expr: sympy.Expr) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        symbols = sorted(expr.free_symbols, key=str)
+        return sympy.lambdify(symbols, expr)(*(self.sizes[s] for s in symbols))
+
+    def _whole(self, node: Node) -> Tensor:
+        value = tensors_of(node)[0]
+        shape = [self._size(s) for s in shape_of(node)]
+        stride = [self._size(expression(s)) for s in value.stride()]
+        with self.mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    def _rows(self, node: Node) -> Tensor:
+        found = row_axis(self.facts, node)
+        assert found is not None
+        dim, axis = found
+        return narrow(self._contiguous(node), dim, axis, self.ranges.start, self.ranges.rows, self.ranges.total)
+
+    def _contiguous(self, node: Node) -> Tensor:
+        value = tensors_of(node)[0]
+        with self.mode:
+            return torch.empty([self._size(s) for s in shape_of(node)], dtype=value.dtype, device=value.device)
+
+    def _columns(self, state: State) -> Tensor:
+        full = self._contiguous(state.node)
+        return full.narrow(state.dim, self.ranges.low, self.ranges.columns)
+
+
+def _guards(env: ShapeEnv, names: dict[sympy.Symbol, str]) -> list[Callable[[Extent], bool]]:
+    """What tracing assumed about the sizes, as tests of an extent."""
+    result = []
+    for guard in env.guards:
+        symbols = sorted(guard.expr.free_symbols, key=str)
+        known = [names.get(s) for s in symbols]
+        if not symbols or any(n not in SIZES for n in known):
+            continue
+        test = sympy.lambdify(symbols, guard.expr)
+        result.append(_guard(test, [n for n in known if n is not None]))
+    return result
+
+
+def _guard(test: Callable[..., Any], names: list[str]) -> Callable[[Extent], bool]:
+    return lambda extent: bool(test(*(getattr(extent, n) for n in names)))

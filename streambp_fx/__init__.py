@@ -1,0 +1,28 @@
+"""streambp_fx: stream the exact training step of a causal language model, chunk by chunk.
+
+    streambp_fx.transform(model, chunk=2000)
+    model(input_ids=ids, labels=ids).loss.backward()
+    streambp_fx.restore(model)
+"""
+
+from .versions import check_versions
+
+check_versions()
+
+from .errors import CaptureError, CompileError, StreamBPError, StreamBPWarning  # noqa: E402
+from .options import Options  # noqa: E402
+from .schedule import Schedule  # noqa: E402
+from .transform import restore, schedule, transform  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "CaptureError",
+    "CompileError",
+    "Options",
+    "Schedule",
+    "StreamBPError",
+    "StreamBPWarning",
+    "restore",
+    "schedule",
+    "transform",
+]

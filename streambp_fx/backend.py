@@ -1,0 +1,75 @@
+"""Compiles what Dynamo hands over: the one door that `transform` and `torch.compile` share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import CompileError, StreamBPWarning
+from .options import Options
+from .passes import PassError, analyze
+from .passes.capture import source_line
+from .passes.axes import is_secondary
+from .passes.ir import Facts
+from .passes.normalize import MutationError
+from .runtime.executor import Executor
+from .schedule import Schedule
+
+
+def compile_graph(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Callable[[Schedule], None] | None = None,
+) -> Callable[..., Any]:
+    """A callable that runs the graph streamed.
+
+    Args:
+        module: the Dynamo graph.
+        example_inputs: its inputs.
+        options: how to stream.
+        report: called with the schedule.
+
+    Raises:
+        CompileError: a pass failed.
+    """
+    try:
+        facts = analyze(module, example_inputs)
+    except PassError as error:
+        if isinstance(error.cause, MutationError):
+            line = source_line(error.cause.node)
+            _warn(f"the model runs unstreamed: {error.cause} ({line})")
+            return module
+        raise CompileError(f"{error}. Call streambp_fx.restore(model) to train it unstreamed.") from error
+    if facts.sequence is None or not facts.segments:
+        if report is not None:
+            report(Schedule(facts, options))
+        return module
+    schedule = Schedule(facts, options)
+    if report is not None:
+        report(schedule)
+    _warn_unchunked(facts)
+    executor = Executor(facts, options.rows, options.loss_chunk)
+    return executor
+
+
+def _warn_unchunked(facts: Facts) -> None:
+    """One warning for all regions that run whole, with the op, its source line and the cost."""
+    lines = []
+    for segment in facts.segments:
+        if segment.chunked or segment.refused is None or is_secondary(segment.reason or ""):
+            continue
+        lines.append(f"{segment.refused.target}: {segment.reason} ({source_line(segment.refused)})")
+    if lines:
+        unique = list(dict.fromkeys(lines))
+        _warn(
+            f"{len(lines)} of {len(facts.segments)} segments run unchunked; their gradients are exact, but their "
+            "activations are held for the whole sequence while they are recomputed:\n  " + "\n  ".join(unique)
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, StreamBPWarning, stacklevel=3)

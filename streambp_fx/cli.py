@@ -1,0 +1,121 @@
+"""The command line: `streambp-fx demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: an int that is not below `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {value}")
+        return value
+
+    return parse
+
+
+def _own_version() -> str:
+    try:
+        return version("streambp-fx")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="fine-tune a small pretrained model streamed, and compare with gradient checkpointing",
+        description="Fine-tune a causal language model for a few steps with the streamed training step, "
+        "then measure memory, time and gradients against Hugging Face gradient checkpointing.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument(
+        "--seq-len", type=_at_least(2), default=4096, metavar="N", help="tokens of the sequence"
+    )
+    demo.add_argument(
+        "--chunk", type=_at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
+    )
+    demo.add_argument(
+        "--loss-chunk", type=_at_least(1), default=256, metavar="N", help="rows in a chunk of the loss head"
+    )
+    demo.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="PATH_OR_CONFIG",
+        help="smollm2, a directory with config.json (and weights), or a config.json file; never downloaded",
+    )
+    demo.add_argument("--steps", type=_at_least(1), default=3, metavar="N", help="steps of fine-tuning")
+    demo.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="of the weights"
+    )
+    demo.add_argument(
+        "--threads", type=_at_least(0), default=0, metavar="N", help="of PyTorch; 0: as many as it chooses"
+    )
+    demo.set_defaults(handler=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        model=args.model,
+        seq_len=args.seq_len,
+        chunk=args.chunk or -(-args.seq_len // 4),
+        loss_chunk=args.loss_chunk,
+        steps=args.steps,
+        dtype=args.dtype,
+        threads=args.threads,
+    )
+    run_demo(options)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="streambp-fx",
+        description="Stream the exact training step of a causal language model chunk by chunk.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_own_version()}")
+    _add_demo(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments without the program's name; None: those of the process.
+
+    Returns:
+        the exit status: 0; 1 if the work failed; 2 if an argument is wrong; 130 if interrupted.
+
+    Raises:
+        SystemExit: by argparse, with status 2 for arguments it refuses and 0 for --help.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.handler(args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        from .report.measure import MeasurementError, WorkerError
+        from .report.models import ModelSourceError
+
+        if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError)):
+            raise
+        print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ModelSourceError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

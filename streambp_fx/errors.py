@@ -1,0 +1,19 @@
+"""The errors and the warning a user can meet. Each says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class StreamBPError(RuntimeError):
+    """Base of the errors raised by this package while it compiles or runs a model."""
+
+
+class CaptureError(StreamBPError):
+    """The model is not a causal language model, or its forward could not be captured as one graph."""
+
+
+class CompileError(StreamBPError):
+    """A pass of the compiler failed. The message names the pass and, if there is one, the graph node."""
+
+
+class StreamBPWarning(UserWarning):
+    """Some region of the model runs unchunked. The gradient is exact; the memory saving is smaller."""

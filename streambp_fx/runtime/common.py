@@ -1,0 +1,54 @@
+"""Small pieces that the segment functions share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def refuse_double_backward() -> None:
+    """Raise in a backward that is itself being differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "double backward is not supported by streambp_fx: the streamed backward keeps no graph of itself. "
+            "Call streambp_fx.restore(model) for a model whose gradient must be differentiated."
+        )
+
+
+def split_rows(total: int, chunk: int) -> list[tuple[int, int]]:
+    """`(start, length)` of chunks of at most `chunk` rows, as even as possible.
+
+    Even chunks keep the last one from having a single row, for which a program of its own is needed.
+    """
+    count = -(-total // chunk)
+    least, longer = divmod(total, count)
+    lengths = [least + 1] * longer + [least] * (count - longer)
+    starts = [sum(lengths[:k]) for k in range(count)]
+    return list(zip(starts, lengths, strict=True))
+
+
+class OwnedBuffers:
+    """Gradient buffers made by one streamed segment for the one before it.
+
+    NOTE [reusing gradient buffers]: autograd hands a segment the gradient of its output. If that is a buffer
+    which a later segment made in this same backward, nobody else can hold it (values between segments are
+    never visible to the user), and the gradient of the input is written over it. Any other tensor is left
+    alone. Buffers are known by a weak reference to their storage, never by address.
+    """
+
+    def __init__(self) -> None:
+        self._storages: list[StorageWeakRef] = []
+
+    def add(self, tensor: Tensor) -> None:
+        self._storages = [s for s in self._storages if not s.expired()]
+        self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+
+    def take(self, tensor: Tensor) -> bool:
+        """True, once, if the tensor lies in such a buffer."""
+        wanted = tensor.untyped_storage()._cdata
+        for k, storage in enumerate(self._storages):
+            if storage.cdata == wanted and not storage.expired():
+                del self._storages[k]
+                return True
+        return False

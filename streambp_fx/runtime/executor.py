@@ -1,0 +1,212 @@
+"""Runs a compiled graph: whole values, segments in order, epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..passes import masks
+from ..passes.extract import Subgraph, size_of
+from ..passes.footprints import mask_facts
+from ..passes.ir import Facts, Kind, Reach, Segment, expression, shape_of, tensors_of
+from ..passes.objective import is_linear
+from ..passes.vjp import SegmentPrograms
+from .common import OwnedBuffers
+from .head import OneSweepHead
+from .streamed import SegmentRunner, Step, StreamedSegment, Values
+from .whole import WholeSegment
+
+aten = torch.ops.aten
+
+
+class Executor:
+    """The compiled form of one captured graph; called with the graph's inputs.
+
+    Args:
+        facts: facts of the graph after the segment pass.
+        chunk: rows of a chunk.
+        loss_chunk: rows of a chunk of a segment that carries no state (the loss head).
+        dropped: positions of graph outputs that nobody wants (None is returned for them).
+    """
+
+    def __init__(self, facts: Facts, chunk: int, loss_chunk: int, dropped: frozenset[int] = frozenset()) -> None:
+        self.facts = facts
+        self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
+        self.constants = {n: _attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
+        output = next(n for n in facts.nodes if n.op == "output")
+        self.results = [None if k in dropped else n for k, n in enumerate(output.args[0])]
+        streamed = {n for s in facts.segments for n in s.outputs}
+        self.runners = _runners(facts, chunk, loss_chunk)
+        self.masks = _masks(facts)
+        wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
+        self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), streamed | _whole_inputs(facts))
+        self.whole = Subgraph(facts, _whole_targets(facts, self.tail, self.masks), set())
+        self.random = any(_is_random(n) for n in facts.nodes)
+        self.one_sweep = _one_sweep(facts, self.runners, self.tail)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
+        values.update(self.constants)
+        sizes = self._sizes(inputs)
+        self._whole_values(values, sizes)
+        step = self._step(values, sizes)
+        last = len(self.facts.segments) - 1
+        for index, (segment, runner) in enumerate(zip(self.facts.segments, self.runners, strict=True)):
+            if self.one_sweep is not None and index == last and torch.is_grad_enabled():
+                self._loss_in_one_sweep(values, sizes, step)
+                break
+            self._run_segment(segment, runner, values, sizes, step)
+        else:
+            self._run(self.tail, values, sizes)
+        return [values[n] if isinstance(n, Node) else n for n in self.results]
+
+    # ---- parts of a step
+
+    def _sizes(self, inputs: tuple) -> dict[sympy.Symbol, int]:
+        sizes: dict[sympy.Symbol, int] = {}
+        for node, value in zip(self.placeholders, inputs, strict=True):
+            declared = node.meta["val"]
+            if isinstance(declared, torch.Tensor):
+                pairs = zip(declared.shape, value.shape, strict=True)
+            else:
+                pairs = iter([(declared, value)])
+            for symbol, actual in pairs:
+                if isinstance(symbol, torch.SymInt) and isinstance(expression(symbol), sympy.Symbol):
+                    sizes[expression(symbol)] = int(actual)
+        return sizes
+
+    def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
+        """Run a subgraph in ordinary PyTorch and keep its outputs."""
+        found = part.module(*(self._value(n, values, sizes) for n in part.inputs))
+        values.update(zip(part.outputs, found, strict=True))
+
+    def _value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
+        if node in values:
+            return values[node]
+        return int(size_of(node).subs(sizes))  # type: ignore[attr-defined]
+
+    def _whole_values(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
+        with torch.no_grad():
+            self._run(self.whole, values, sizes)
+
+    def _step(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Step:
+        """Look at the data once: which masks are plain causal today, and which rows see nothing."""
+        plain, full = set(), set()
+        for mask, additive in self.masks.items():
+            known = mask_facts(self.facts, mask)
+            fetch = lambda n: self._value(n, values, sizes)  # noqa: E731
+            holds = masks.data_holds(known, fetch)
+            if holds and known.plain_without_data and not known.has_bias:
+                plain.add(mask)
+            if additive and not masks.first_column_open(known, fetch):
+                full.add(mask)
+        seed = int(torch.randint(0, 2**40, ())) if self.random else 0
+        total = sizes[self.facts.sequence]  # type: ignore[index]
+        return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers())
+
+    def _run_segment(
+        self, segment: Segment, runner: Any, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step
+    ) -> None:
+        if isinstance(runner, Subgraph):
+            given = [self._value(n, values, sizes) for n in runner.inputs]
+            outputs = WholeSegment.apply(runner.module, runner.random, *given)
+        else:
+            whole = [values[n] for n in segment.whole]
+            tensors = [values[n] for n in (*segment.rows, *segment.constants)]
+            outputs = StreamedSegment.apply(runner, step, whole, *tensors)
+        values.update(zip(segment.outputs, outputs, strict=True))
+
+    def _loss_in_one_sweep(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step) -> None:
+        segment, runner = self.facts.segments[-1], self.runners[-1]
+        whole = [values[n] for n in segment.whole]
+        tensors = [values[n] for n in (*segment.rows, *segment.constants)]
+
+        def epilogue(rows: Tensor) -> Any:
+            local = {**values, segment.outputs[0]: rows}
+            return self.tail.module(*(self._value(n, local, sizes) for n in self.tail.inputs))
+
+        found = OneSweepHead.apply(runner, step, whole, epilogue, self.one_sweep, *tensors)
+        values.update(zip(self.tail.outputs, found, strict=True))
+
+
+def _attribute(facts: Facts, node: Node) -> Any:
+    value: Any = facts.module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _runners(facts: Facts, chunk: int, loss_chunk: int) -> list[Any]:
+    """A runner for each segment; identical segments share their programs."""
+    shared: dict[str, SegmentPrograms] = {}
+    runners: list[Any] = []
+    for segment in facts.segments:
+        if not segment.chunked or segment.kind == "whole":
+            given = {*segment.rows, *segment.constants, *segment.whole}
+            runners.append(Subgraph(facts, segment.outputs, given))
+            continue
+        programs = shared.get(segment.signature)
+        if programs is None:
+            programs = shared[segment.signature] = SegmentPrograms(facts, segment)
+        runners.append(SegmentRunner(facts, segment, programs, chunk if programs.states else loss_chunk))
+    return runners
+
+
+def _masks(facts: Facts) -> dict[Node, bool]:
+    """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
+
+    NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly
+    to the *whole* sequence, later rows included. Such a step is run with FULL reach.
+    """
+    found: dict[Node, bool] = {}
+    for segment in facts.segments:
+        for mixing in segment.mixings:
+            if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
+                continue
+            boolean = tensors_of(mixing.mask)[0].dtype == torch.bool
+            exact = boolean and mixing.node.target is aten.scaled_dot_product_attention.default
+            found[mixing.mask] = found.get(mixing.mask, False) or not exact
+    return found
+
+
+def _whole_inputs(facts: Facts) -> set[Node]:
+    return {n for n, k in facts.kinds.items() if k is Kind.WHOLE}
+
+
+def _whole_targets(facts: Facts, tail: Subgraph, mask_nodes: dict[Node, bool]) -> list[Node]:
+    """Whole values that segments, the epilogue or the masks' run-time tests read."""
+    wanted = {n for s in facts.segments for n in s.whole}
+    wanted |= {n for n in tail.inputs if facts.kinds[n] is Kind.WHOLE}
+    wanted |= {n for m in mask_nodes for n in mask_facts(facts, m).linear.values()}
+    pending = list(mask_nodes)
+    while pending:
+        node = pending.pop()
+        for operand in node.all_input_nodes:
+            if facts.kinds[operand] is Kind.WHOLE:
+                wanted.add(operand)
+            elif facts.kinds[operand] is Kind.SQUARE:
+                pending.append(operand)
+    return [n for n in facts.nodes if n in wanted and n.op == "call_function"]
+
+
+def _one_sweep(facts: Facts, runners: list[Any], tail: Subgraph) -> int | None:
+    """Position of the scalar among the epilogue's outputs if loss and gradient take one sweep."""
+    if not facts.segments or not isinstance(runners[-1], SegmentRunner):
+        return None
+    segment, runner = facts.segments[-1], runners[-1]
+    wanted = [k for k, n in enumerate(tail.outputs) if n in facts.needs_grad]
+    single = len(wanted) == 1 and len(segment.outputs) == 1 and runner.needs_grad
+    if not single or runner.programs.states or shape_of(tail.outputs[wanted[0]]) != ():
+        return None
+    earlier = {n for s in facts.segments[:-1] for n in s.outputs}
+    if any(n in earlier or n in facts.differentiable for n in tail.inputs):
+        return None
+    return wanted[0] if is_linear(facts, segment.outputs, tail.outputs[wanted[0]]) else None

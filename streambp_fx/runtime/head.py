@@ -1,0 +1,79 @@
+"""A loss head whose loss and gradient come out of one sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import refuse_double_backward
+from .streamed import SegmentRunner, Step, Values
+
+
+class OneSweepHead(torch.autograd.Function):
+    """Head and epilogue together, for an epilogue that is linear in the head's rows.
+
+    The cotangents of the rows are the epilogue's coefficients, found by differentiating it at zero. The
+    forward computes the rows and, in the same sweep, all gradients for a unit cotangent of the loss; the
+    backward scales them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: SegmentRunner,
+        step: Step,
+        whole: list[Tensor],
+        epilogue: Callable[[Tensor], tuple],
+        position: int,
+        *tensors: Tensor,
+    ) -> tuple:
+        count = len(runner.segment.rows)
+        given = Values(list(tensors[:count]), list(tensors[count:]), whole)
+        node = runner.segment.outputs[0]
+        output = runner.allocate(node, step, tensors[0], zero=True)
+        given.cotangents = [_coefficients(epilogue, output, position)]
+        constants = dict(zip(runner.segment.constants, given.constants, strict=True))
+        given.accumulators = [torch.zeros_like(constants[n]) for n in runner.diff_constants]
+        gradients = [runner.allocate(n, step, tensors[0]) for n in runner.diff_rows]
+        for index, extent in enumerate(runner.extents(step, runner.chunk)):
+            value, *rows = runner.call("loss", extent, step, index, given)
+            runner.write(node, output, extent, value)
+            for row, buffer, gradient in zip(runner.diff_rows, gradients, rows, strict=True):
+                runner.write(row, buffer, extent, gradient)
+            del value, rows
+        with torch.no_grad():
+            outputs = tuple(epilogue(output))
+        ctx.runner, ctx.step, ctx.position, ctx.count = runner, step, position, len(tensors)
+        ctx.gradients = [*gradients, *given.accumulators]
+        ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != position))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple:
+        refuse_double_backward()
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "this streamed loss was differentiated before and its gradient is no longer held. Call the model "
+                "again, or use logits='keep' if one forward must be differentiated several times."
+            )
+        runner, scale = ctx.runner, cotangents[ctx.position]
+        for gradient in ctx.gradients:
+            gradient.mul_(scale)
+        nodes = [*runner.diff_rows, *runner.diff_constants]
+        found = dict(zip(nodes, ctx.gradients, strict=True))
+        for gradient in ctx.gradients[: len(runner.diff_rows)]:
+            ctx.step.owned.add(gradient)
+        ctx.gradients = None
+        inputs = (*runner.segment.rows, *runner.segment.constants)
+        return (None,) * 5 + tuple(found.get(n) for n in inputs)
+
+
+def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> Tensor:
+    """Derivative of the loss with respect to the head's rows; the same wherever it is taken."""
+    with torch.enable_grad():
+        rows = zeros.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(epilogue(rows)[position], rows)
+    return gradient

@@ -1,0 +1,245 @@
+"""A streamed segment: chunk by chunk forwards, and chunk by chunk in reverse backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..passes.chunk import State, narrow
+from ..passes.ir import Axis, Facts, Reach, Segment, tensors_of, shape_of
+from ..passes.segment import row_axis
+from ..passes.vjp import Extent, SegmentPrograms
+from .common import OwnedBuffers, refuse_double_backward, split_rows
+
+
+@dataclass
+class Step:
+    """What one call of the model fixes for all its segments."""
+
+    sizes: dict[sympy.Symbol, int]
+    total: int
+    plain: frozenset[Node]
+    full: frozenset[Node]
+    seed: int
+    owned: OwnedBuffers
+
+
+class SegmentRunner:
+    """One segment of one model: its programs (shared with identical segments) and its own values.
+
+    Args:
+        facts: facts of the graph.
+        segment: the segment.
+        programs: programs traced from this segment or from one identical to it.
+        chunk: rows of a chunk.
+    """
+
+    def __init__(self, facts: Facts, segment: Segment, programs: SegmentPrograms, chunk: int) -> None:
+        self.facts, self.segment, self.programs, self.chunk = facts, segment, programs, chunk
+        self.model = programs.segment
+        self.needs_grad = any(n in facts.needs_grad for n in segment.outputs)
+        twins = dict(zip(self.model.nodes, segment.nodes, strict=True))
+        self.masks = [m.mask for m in segment.mixings if m.mask is not None]
+        self.model_masks = {
+            m.mask: twin.mask
+            for m, twin in zip(self.model.mixings, segment.mixings, strict=True)
+            if m.mask is not None
+        }
+        self.diff_outputs = [twins[n] for n in programs.diff_outputs]
+        self.diff_rows = [segment.rows[self.model.rows.index(n)] for n in programs.diff_rows]
+        self.diff_constants = [segment.constants[self.model.constants.index(n)] for n in programs.diff_constants]
+
+    # ---- sizes
+
+    def allocate(self, node: Node, step: Step, like: Tensor, zero: bool = False) -> Tensor:
+        shape = [int(s.subs({**step.sizes, self.facts.sequence: step.total})) for s in shape_of(node)]
+        dtype = tensors_of(node)[0].dtype
+        make = torch.zeros if zero else torch.empty
+        return make(shape, dtype=dtype, device=like.device)
+
+    def is_full(self, step: Step) -> bool:
+        return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
+
+    def extents(self, step: Step, chunk: int) -> list[Extent]:
+        """The chunks of this segment. A window bounds how far back a chunk's columns begin."""
+        full = self.is_full(step)
+        result = []
+        for start, rows in split_rows(step.total, chunk):
+            low = 0
+            if self.segment.window is not None and not full:
+                low = max(0, start - int(self.segment.window) + 1)
+            result.append(Extent(rows, start - low, low, step.total, full))
+        return result
+
+    # ---- calls
+
+    def call(self, kind: str, extent: Extent, step: Step, index: int, given: Values) -> list[Any]:
+        """Run a program on one chunk."""
+        start = extent.low + extent.prefix
+        seed = step.seed + ((self.segment.index << 20) + index << 12)
+        args: list[Any] = [extent.rows, extent.prefix, extent.low, extent.total, seed]
+        args += [step.sizes[s] for s in self.programs.slots(kind).symbols]
+        rows = (start, extent.rows, extent.total)
+        args += [self.rows_of(n, v, rows) for n, v in zip(self.segment.rows, given.rows, strict=True)]
+        args += given.constants
+        args += given.whole
+        columns = extent.total if extent.full else extent.prefix + extent.rows
+        states = list(self.programs.states.values())
+        args += [b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.states, strict=True)]
+        if kind in ("joint", "loss", "state_joint"):
+            args += [b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.gradients, strict=True)]
+        if kind in ("joint", "loss"):
+            pairs = zip(self.diff_outputs, given.cotangents, strict=True)
+            args += [self.rows_of(n, v, rows) for n, v in pairs]
+        if kind in ("joint", "loss", "state_joint"):
+            args += given.accumulators
+        plain = frozenset(m for m, own in self.model_masks.items() if own in step.plain)
+        return self.programs.get(kind, plain, extent, args).run(*args)
+
+    def rows_of(self, node: Node, value: Tensor, rows: tuple[int, int, int]) -> Tensor:
+        dim, axis = self.axis(node)
+        return narrow(value, dim, axis, *rows)
+
+    def axis(self, node: Node) -> tuple[int, Axis]:
+        found = row_axis(self.facts, node)
+        assert found is not None
+        return found
+
+    def write(self, node: Node, buffer: Tensor, extent: Extent, value: Tensor) -> None:
+        """Store a chunk's rows of an output."""
+        dim, axis = self.axis(node)
+        start = extent.low + extent.prefix
+        if axis.simple:
+            buffer.narrow(dim, start, extent.rows).copy_(value)
+            return
+        outer, inner = int(axis.outer), int(axis.inner)
+        split = buffer.unflatten(dim, (outer, extent.total, inner))
+        split.narrow(dim + 1, start, extent.rows).copy_(value.unflatten(dim, (outer, extent.rows, inner)))
+
+    # ---- forward and backward
+
+    def new_states(self, step: Step, like: Tensor, zero: bool = False) -> list[Tensor]:
+        return [self.allocate(s.node, step, like, zero) for s in self.programs.states.values()]
+
+    def forward(self, step: Step, given: Values, like: Tensor) -> list[Tensor]:
+        given.states = self.new_states(step, like)
+        outputs = [self.allocate(n, step, like) for n in self.segment.outputs]
+        extents = self.extents(step, self.chunk)
+        if self.is_full(step):
+            self.fill_states(step, given, extents)
+        for index, extent in enumerate(extents):
+            values = self.call("forward", extent, step, index, given)
+            for node, buffer, value in zip(self.segment.outputs, outputs, values, strict=True):
+                self.write(node, buffer, extent, value)
+            del values
+        given.states = []
+        return outputs
+
+    def fill_states(self, step: Step, given: Values, extents: list[Extent]) -> None:
+        if self.programs.states:
+            for index, extent in enumerate(extents):
+                self.call("states", extent, step, index, given)
+
+    def backward(self, step: Step, given: Values, like: Tensor, reuse: bool) -> list[Tensor]:
+        """Gradients of the streamed inputs; those of the parameters are added to `given.accumulators`.
+
+        Args:
+            reuse: the first cotangent is a buffer of ours, to be overwritten by the first gradient.
+        """
+        extents = self.extents(step, self.chunk)
+        full = self.is_full(step)
+        given.states = self.new_states(step, like)
+        self.fill_states(step, given, extents)
+        given.gradients = self.new_states(step, like, zero=True)
+        gradients = [self.allocate(n, step, like) for n in self.diff_rows[reuse:]]
+        if reuse:
+            gradients.insert(0, given.cotangents[0])
+        for index, extent in reversed(list(enumerate(extents))):
+            values = self.call("joint", extent, step, index, given)
+            for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
+                self.write(node, buffer, extent, value)
+            del values
+        if full and self.programs.states:
+            self._finish_states(step, given, extents, gradients)
+        return gradients
+
+    def _finish_states(self, step: Step, given: Values, extents: list[Extent], gradients: list[Tensor]) -> None:
+        """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
+        for index, extent in enumerate(extents):
+            values = self.call("state_joint", extent, step, index, given)
+            rows = (extent.low + extent.prefix, extent.rows, extent.total)
+            for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
+                dim, axis = self.axis(node)
+                if axis.simple:
+                    buffer.narrow(dim, rows[0], rows[1]).add_(value)
+                else:
+                    self.write(node, buffer, extent, value + narrow(buffer, dim, axis, *rows))
+
+
+@dataclass
+class Values:
+    """Tensors of a segment during one sweep."""
+
+    rows: list[Tensor]
+    constants: list[Tensor]
+    whole: list[Tensor]
+    states: list[Tensor] = ()  # type: ignore[assignment]
+    gradients: list[Tensor] = ()  # type: ignore[assignment]
+    cotangents: list[Tensor] = ()  # type: ignore[assignment]
+    accumulators: list[Tensor] = ()  # type: ignore[assignment]
+
+
+class StreamedSegment(torch.autograd.Function):
+    """Autograd function of one streamed segment: keeps its inputs, nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], *tensors: Tensor) -> tuple:
+        count = len(runner.segment.rows)
+        values = Values(list(tensors[:count]), list(tensors[count:]), whole)
+        ctx.runner, ctx.step, ctx.whole, ctx.count = runner, step, whole, count
+        ctx.save_for_backward(*tensors)
+        outputs = tuple(runner.forward(step, values, tensors[0]))
+        ctx.set_materialize_grads(False)
+        frozen = [o for n, o in zip(runner.segment.outputs, outputs, strict=True) if n not in runner.facts.needs_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        refuse_double_backward()
+        runner, step = ctx.runner, ctx.step
+        saved = ctx.saved_tensors
+        values = Values(list(saved[: ctx.count]), list(saved[ctx.count :]), ctx.whole)
+        by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
+        given = [by_node[n] for n in runner.diff_outputs]
+        if all(g is None for g in given):
+            return (None,) * (3 + len(saved))
+        reuse = _can_reuse(runner, step, given)
+        values.cotangents = [
+            runner.allocate(n, step, saved[0], zero=True) if g is None else g
+            for n, g in zip(runner.diff_outputs, given, strict=True)
+        ]
+        constants = dict(zip(runner.segment.constants, values.constants, strict=True))
+        values.accumulators = [torch.zeros_like(constants[n]) for n in runner.diff_constants]
+        rows = runner.backward(step, values, saved[0], reuse)
+        for gradient in rows:
+            step.owned.add(gradient)
+        found = dict(zip(runner.diff_rows, rows, strict=True))
+        found.update(zip(runner.diff_constants, values.accumulators, strict=True))
+        inputs = (*runner.segment.rows, *runner.segment.constants)
+        return (None, None, None, *(found.get(n) for n in inputs))
+
+
+def _can_reuse(runner: SegmentRunner, step: Step, cotangents: list[Tensor | None]) -> bool:
+    """True if the gradient of the one streamed input may overwrite that of the one output."""
+    if len(runner.diff_rows) != 1 or len(cotangents) != 1 or cotangents[0] is None:
+        return False
+    row, output, gradient = runner.diff_rows[0], runner.diff_outputs[0], cotangents[0]
+    alike = shape_of(row) == shape_of(output) and runner.axis(row) == runner.axis(output)
+    same = tensors_of(row)[0].dtype == gradient.dtype and gradient.is_contiguous()
+    return alike and same and step.owned.take(gradient)

@@ -1,0 +1,60 @@
+"""A segment that runs whole: plain checkpointing, on eager autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .common import refuse_double_backward
+
+
+class WholeSegment(torch.autograd.Function):
+    """Runs a subgraph without a graph; runs it again with one in backward.
+
+    Inputs after `module` and `random` are all inputs of the module, tensors or not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, module: GraphModule, random: bool, *inputs: Any) -> tuple[Tensor, ...]:
+        ctx.module = module
+        ctx.random_state = torch.get_rng_state() if random else None
+        ctx.cuda_state = torch.cuda.get_rng_state_all() if random and torch.cuda.is_available() else None
+        ctx.positions = [k for k, v in enumerate(inputs) if isinstance(v, Tensor)]
+        ctx.others = [None if isinstance(v, Tensor) else v for v in inputs]
+        ctx.save_for_backward(*(inputs[k] for k in ctx.positions))
+        outputs = tuple(module(*inputs))
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        refuse_double_backward()
+        inputs = list(ctx.others)
+        wanted = []
+        for position, saved in zip(ctx.positions, ctx.saved_tensors, strict=True):
+            needs = ctx.needs_input_grad[position + 2]
+            inputs[position] = saved.detach().requires_grad_(needs)
+            if needs:
+                wanted.append(position)
+        found = _differentiate(ctx, inputs, wanted, gradients)
+        result: list[Tensor | None] = [None] * len(inputs)
+        for position, gradient in zip(wanted, found, strict=True):
+            result[position] = gradient
+        return (None, None, *result)
+
+
+def _differentiate(ctx: Any, inputs: list, wanted: list[int], gradients: tuple) -> tuple:
+    with torch.random.fork_rng(enabled=ctx.random_state is not None), torch.enable_grad():
+        if ctx.random_state is not None:
+            torch.set_rng_state(ctx.random_state)
+            if ctx.cuda_state is not None:
+                torch.cuda.set_rng_state_all(ctx.cuda_state)
+        outputs = ctx.module(*inputs)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        if not pairs:
+            return (None,) * len(wanted)
+        roots, cotangents = zip(*pairs, strict=True)
+        return torch.autograd.grad(roots, [inputs[k] for k in wanted], cotangents, allow_unused=True)

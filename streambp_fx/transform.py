@@ -1,0 +1,170 @@
+"""`transform` and `restore`: stream the training step of a model, in place, and put it back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backend import compile_graph
+from .errors import CaptureError, CompileError
+from .options import Options
+from .schedule import Schedule
+from .versions import check_versions
+
+# Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
+SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
+
+
+def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn.Module:
+    """Stream the training forward and backward of a causal language model. Changes it in place.
+
+    `model(input_ids=..., labels=...).loss.backward()` then gives the same loss and gradients, holding one
+    chunk of one layer at a time. Evaluation, `no_grad` and generation run the original forward.
+
+    Args:
+        model: a Hugging Face causal language model, or a module with the same interface.
+        chunk: rows of the sequence in a chunk of a layer, or "auto".
+        options: the other fields of `Options`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: an option is unknown or has a value that is not allowed.
+        CaptureError: the model is not a causal language model.
+    """
+    check_versions()
+    parsed = Options.parse({"chunk": chunk, **options})
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
+    streamed = vars(model).get("forward")
+    original = streamed.original if isinstance(streamed, StreamedForward) else model.forward
+    if "input_ids" not in inspect.signature(original).parameters:
+        raise CaptureError(
+            f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
+            "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...))."
+        )
+    had_forward = "forward" in vars(model) if not isinstance(streamed, StreamedForward) else streamed.had_forward
+    model.forward = StreamedForward(model, original, parsed, had_forward)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `transform`. A model that is not transformed is left as it is."""
+    streamed = vars(model).get("forward")
+    if isinstance(streamed, StreamedForward):
+        if streamed.had_forward:
+            model.forward = streamed.original
+        else:
+            del model.forward
+    return model
+
+
+def schedule(model: nn.Module) -> Schedule | None:
+    """The schedule of the graph that was compiled last, or None before the first training step."""
+    streamed = vars(model).get("forward")
+    return streamed.schedules[-1] if isinstance(streamed, StreamedForward) and streamed.schedules else None
+
+
+class StreamedForward:
+    """Takes the place of a model's `forward`: streamed in training, the original otherwise.
+
+    It lives in the instance and not in the class, holds no parameters, and is no module: names, state dict and
+    saved files do not change. A copy of the model gets a copy that streams the copy.
+    """
+
+    def __init__(self, model: nn.Module, original: Any, options: Options, had_forward: bool) -> None:
+        self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
+        self.schedules: list[Schedule] = []
+        self._compiled: Any = None
+        functools.update_wrapper(self, original, updated=())
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.model.training and torch.is_grad_enabled()):
+            return self.original(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        bound = inspect.signature(self.original).bind(*args, **kwargs).arguments
+        bound = {k: v for k, v in bound.items() if v is not None and k != "kwargs"} | bound.get("kwargs", {})
+        return self._train(bound)
+
+    def _train(self, inputs: dict[str, Any]) -> Any:
+        if "use_cache" in inspect.signature(self.original).parameters:
+            inputs.setdefault("use_cache", False)  # as gradient checkpointing does: nobody reads it in training
+        _declare_sequence(inputs)
+        if self._compiled is None:
+            self._compiled = self._compile()
+        drop = self.options.logits == "drop" and inputs.get("labels") is not None
+        settings = torch._dynamo.config.patch(
+            ignore_logging_functions=set(LOGGERS), allow_unspec_int_on_nn_module=True
+        )
+        try:
+            with settings:
+                return self._compiled(inputs, drop)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, CompileError) or isinstance(getattr(error, "inner_exception", None), CompileError):
+                raise getattr(error, "inner_exception", cause) from error
+            raise CaptureError(_in_plain_words(self.model, error)) from error
+
+    def _compile(self) -> Any:
+        """A function of its own for this model, so that its compiled code is not shared with other models."""
+
+        def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
+            output = self.original(**inputs)
+            if drop_logits:
+                output.logits = None
+            return output
+
+        own = types.FunctionType(
+            call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
+        )
+        backend = functools.partial(_backend, owner=self)
+        return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
+        model = copy.deepcopy(self.model, memo)
+        return StreamedForward(model, copy.deepcopy(self.original, memo), self.options, self.had_forward)
+
+    def __reduce__(self) -> tuple:
+        return StreamedForward, (self.model, self.original, self.options, self.had_forward)
+
+
+def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
+    return compile_graph(module, example_inputs, owner.options, owner.schedules.append)
+
+
+def _declare_sequence(inputs: dict[str, Any]) -> None:
+    """Tell Dynamo which dims carry the sequence, so that another length is the same graph."""
+    for name, dim in SEQUENCE_DIMS.items():
+        value = inputs.get(name)
+        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(value, dim % value.dim())
+
+
+def _loggers() -> list[Any]:
+    import logging
+
+    import transformers
+
+    kind = type(transformers.utils.logging.get_logger("transformers"))
+    names = ("warning_once", "warning_advice", "info_once", "warning", "info", "debug")
+    found = [getattr(kind, n) for n in names if hasattr(kind, n)]
+    return [*found, *(getattr(logging.Logger, n) for n in ("warning", "info", "debug"))]
+
+
+LOGGERS = _loggers()
+
+
+def _in_plain_words(model: nn.Module, error: BaseException) -> str:
+    return f"the forward of {type(model).__name__} could not be captured as one graph. {error}"
