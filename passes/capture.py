@@ -43,9 +43,11 @@ class SymbolTable:
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         self.hints: dict[sympy.Symbol, int] = {}
 
-    def new(self, name: str, hint: int) -> torch.SymInt:
-        """A fresh symbolic integer, assumed to be at least 2."""
-        symbol = self.shape_env.create_symbol(hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
+    def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:
+        """A fresh symbolic integer, assumed to be at least 2; at least 0 if it is only the start of a range."""
+        symbol = self.shape_env.create_symbol(
+            hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=start
+        )
         value = self.shape_env.create_symintnode(symbol, hint=hint)
         if isinstance(symbol, sympy.Symbol):
             self.hints[symbol] = hint

@@ -173,8 +173,8 @@ class StateReader:
         """The columns of a state, the chunk's own rows among them."""
         raise NotImplementedError
 
-    def gradients(self, state: State) -> tuple[Tensor, Tensor] | None:
-        """Gradient buffers of the columns and of the own rows, if reads are differentiated in place."""
+    def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Columns, their gradient buffer and its own rows, if reads may be differentiated in place."""
         return None
 
 
@@ -187,7 +187,6 @@ class _Evaluation:
         self.values: dict[tuple[Node, Role], Any] = {(n, Role.ROW): v for n, v in bindings.items()}
         self.bound = bindings
         self.blocks: dict[tuple, Tensor] = {}
-        self.gradient_views: dict[Node, tuple[Tensor, Tensor]] = {}
 
     def targets(self) -> list[Tensor]:
         for node, role in self.program.needed:
@@ -344,7 +343,10 @@ def baddbmm(run: _Evaluation, node: Node, role: Role) -> Tensor:
     addend = run.operand(bias, role, run.facts.layouts[node])
     right_role = Role.COLUMN if node in run.facts.mixings else role
     product = run.operand(left, role), run.operand(right, right_role)
-    return torch.baddbmm(addend, *product, **node.kwargs)
+    alpha, beta = (node.kwargs.get(k, 1) for k in ("alpha", "beta"))
+    scores = torch.bmm(*product)
+    scores = scores if alpha == 1 else scores * alpha
+    return scores + (addend if beta == 1 else addend * beta)
 
 
 @emit(aten.scaled_dot_product_attention.default)
@@ -352,32 +354,28 @@ def scaled_dot_product_attention(run: _Evaluation, node: Node, role: Role) -> Te
     """By blocks where the mask is plain causal, else under the chunk's own rows of the mask."""
     call = sdpa_arguments(node)
     query = run.operand(call["query"], role)
-    key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
     mask_node = call["attn_mask"]
     causal = call["is_causal"] or mask_node in run.program.plain
-    mask = None
-    if mask_node is not None and not causal:
-        mask = _mask_rows(run, mask_node)
-    if call["dropout_p"] > 0.0 or not attention.flash_applies(query, key, value):
-        if causal:
-            mask = _causal_block(run, query)
-        drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
-        return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
-    mask = attention.additive(mask, query)
-    gradients = _gradient_views(run, call["key"], call["value"], key, value)
-    if gradients is None:
+    mask = _mask_rows(run, mask_node) if mask_node is not None and not causal else None
+    in_place = _in_place(run, call["key"], call["value"]) if call["dropout_p"] == 0.0 else None
+    if in_place is not None and attention.flash_applies(query, in_place[2], in_place[3]):
+        bias = attention.additive(mask, query)
+        extra = (bias, run.ranges.prefix, causal, call["scale"])
+        return attention.PrefixAttention.apply(query, *in_place, *extra)[0]
+    key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
+    if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
         return _attend_on_columns(run, query, key, value, mask, causal, call["scale"])
-    own = [run.values[s, Role.ROW] for k in ("key", "value") for s in run.program._sources(call[k])]
-    out, _ = attention.PrefixAttention.apply(
-        query, *own, key, value, *gradients, mask, run.ranges.prefix, causal, call["scale"]
-    )
-    return out
+    if causal:
+        mask = _causal_block(run, query)
+    drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
+    return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
 
 
 def _attend_on_columns(
     run: _Evaluation, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: Any
 ) -> Tensor:
     """Without gradient buffers: in the forward, or where reads are differentiated as columns."""
+    mask = attention.additive(mask, query)
     if not torch.is_grad_enabled():
         return attention.attend(query, key, value, mask, run.ranges.prefix, causal, scale)[0]
     if causal:
@@ -398,28 +396,29 @@ def _mask_rows(run: _Evaluation, mask: Node) -> Tensor:
     return run.operand(mask, Role.ROW, axes)
 
 
-def _gradient_views(
-    run: _Evaluation, key: Node, value: Node, key_columns: Tensor, value_columns: Tensor
-) -> list[Tensor] | None:
-    """Views of the state-gradient buffers shaped as the kernel's keys and values.
+def _in_place(run: _Evaluation, key: Node, value: Node) -> list[Tensor] | None:
+    """Operands of an attention that adds to the state-gradient buffers itself.
 
-    None where gradients are not kept in place, or a state has several readers, or is not a mere view.
+    Own key and value rows, the columns of both, their gradient buffers shaped alike, and the own rows of
+    these. None where gradients are not kept in place, a state has several readers, or more than a view lies
+    between a state and the attention.
     """
-    views, owns = [], []
-    for node, columns in ((key, key_columns), (value, value_columns)):
+    own, columns, gradients, own_gradients = [], [], [], []
+    for node in (key, value):
         sources = run.program._sources(node)
         if len(sources) != 1 or run.program.readers.get(sources[0], 0) != 1:
             return None
-        state = run.program.states[sources[0]]
-        found = run.reader.gradients(state)
-        if found is None:
+        buffers = run.reader.buffers_of(run.program.states[sources[0]])
+        if buffers is None:
             return None
-        view = _as_view(run, node, sources[0], found[0])
-        if view is None or view.shape != columns.shape:
+        views = [_as_view(run, node, sources[0], b) for b in buffers[:2]]
+        if views[0] is None or views[1] is None:
             return None
-        views.append(view)
-        owns.append(found[1])
-    return [*views, *owns]
+        own.append(run.values[sources[0], Role.ROW])
+        columns.append(views[0])
+        gradients.append(views[1])
+        own_gradients.append(buffers[2])
+    return [*own, *columns, *gradients, *own_gradients]
 
 
 def _as_view(run: _Evaluation, node: Node, source: Node, buffer: Tensor) -> Tensor | None:

@@ -46,6 +46,7 @@ def lower(module: GraphModule, accumulators: int, names: list[str]) -> Lowered:
     graph.eliminate_dead_code(is_impure_node=is_impure)
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
         node._rename(name)
+        node.target = node.name
     graph.lint()
     module.recompile()
     return Lowered(module.forward, module)
@@ -74,15 +75,13 @@ def _accumulate(graph: Graph, count: int) -> None:
 
 
 def _as_product(graph: Graph, buffer: Node, gradient: Node) -> bool:
-    """`buffer += a @ b` in one op, also where the gradient is a transposed product."""
-    transposed = gradient.target is aten.t.default
-    product = gradient.args[0] if transposed else gradient
+    """`buffer += a @ b` in one op, also where the gradient is a product seen through transposes."""
+    product, transposed = gradient, False
+    while product.target is aten.t.default and len(product.users) == 1:
+        product, transposed = product.args[0], not transposed
     if product.target is not aten.mm.default or len(product.users) != 1:
         return False
-    with graph.inserting_after(product):
-        target = buffer
-        if transposed:
-            with graph.inserting_before(product):
-                target = graph.call_function(aten.t.default, (buffer,))
+    with graph.inserting_before(product):
+        target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
         graph.call_function(aten.addmm_.default, (target, *product.args))
     return True

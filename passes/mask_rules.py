@@ -146,7 +146,15 @@ def pointwise(exact: Callable | None = None, bias: bool = False) -> Callable:
     return element
 
 
-def _combine(elements, node, index, leaves: dict[fx.Node, Leaf], exact, bias) -> Leaf:
+def _combine(
+    elements: Elements,
+    node: fx.Node,
+    index: Index,
+    leaves: dict[fx.Node, Leaf],
+    exact: Callable | None,
+    bias: bool,
+) -> Leaf:
+    """One result of a pointwise op, of one value for each operand."""
     dtypes = {tensor(n).dtype for n in leaves}
     numbers = {n: number(leaf) for n, leaf in leaves.items()}
     scalars = [n for n in node.all_input_nodes if n not in leaves]

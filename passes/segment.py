@@ -142,19 +142,20 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
         candidates = [k for k in range(start, stop + 1) if costs[k] == least]
         cut = candidates[-1]
         if head is not None and stop == head and len(cuts) > 1:
-            cut = _like_the_last(order, start, cuts, candidates)
+            near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
+            cut = _like_the_last(order, cuts, near, cut)
         cuts.append(cut)
     return cuts, _epilogue(facts, order, costs, head, cuts)
 
 
-def _like_the_last(order: list[Node], mixing: int, cuts: list[int], candidates: list[int]) -> int:
-    """Of equally cheap cuts, the one that makes the last layer end as the layer before it does."""
+def _like_the_last(order: list[Node], cuts: list[int], candidates: list[int], otherwise: int) -> int:
+    """Of nearly equal cuts, the one that makes the last layer end as the layer before it does."""
     start, stop = cuts[-2], cuts[-1]
     previous = [n.target for n in order[start:stop]]
     for cut in candidates:
         if [n.target for n in order[stop:cut]] == previous:
             return cut
-    return candidates[-1]
+    return otherwise
 
 
 def _epilogue(

@@ -32,7 +32,9 @@ def signature(facts: Facts, piece: Segment) -> str:
     parts += [(_value(n), n in facts.needs_grad, facts.kinds[n]) for n in number]
     inlined = closure(facts, piece.nodes, {Kind.CONSTANT, Kind.SQUARE})
     for node in sorted({*inlined, *piece.nodes}, key=_order(facts)):
-        number.setdefault(node, len(number))
+        if node in number:
+            continue  # an input: its place in the list above says it all
+        number[node] = len(number)
         if facts.kinds[node] is Kind.SQUARE:
             parts.append(("square", node.name))
             continue

@@ -44,8 +44,17 @@ class Extent:
     @property
     def pattern(self) -> tuple:
         """What a traced program depends on: which lengths are special."""
-        special = [getattr(self, n) if getattr(self, n) in SPECIAL else None for n in SIZES]
+        special = [getattr(self, n) if getattr(self, n) in SPECIAL else None for n in SIZES if n != "low"]
         return (*special, self.full)
+
+    @property
+    def start(self) -> int:
+        """First row of the chunk."""
+        return self.low + self.prefix
+
+    def own(self) -> Extent:
+        """The same rows with no columns before them, for programs that read no state."""
+        return Extent(self.rows, 0, self.start, self.total)
 
     def ranges(self, sizes: Callable[[str], Any]) -> Ranges:
         rows, prefix, low, total = (sizes(n) for n in SIZES)
@@ -99,12 +108,12 @@ class DifferentiatedColumns(StateReader):
         self.buffers, self.grads, self.ranges = buffers, grads, ranges
 
     def columns(self, state: State, own: Tensor) -> Tensor:
-        gradients = self.gradients(state)
-        return StateRead.apply(own, self.buffers[state.node], *gradients)
+        return StateRead.apply(own, *self.buffers_of(state))
 
-    def gradients(self, state: State) -> tuple[Tensor, Tensor]:
+    def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         grad = self.grads[state.node]
-        return grad, grad.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
+        own = grad.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
+        return self.buffers[state.node], grad, own
 
 
 class LeafColumns(StateReader):
@@ -292,13 +301,16 @@ def _state_joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, ex
 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
     _, pullback = torch.func.vjp(states, *primals)
-    start, length = given.ranges.start, given.ranges.rows
-    own = tuple(given.gradients[s.node].narrow(s.dim, start, length) for s in slots.states)
-    return list(pullback(own))
+    return list(pullback(tuple(given.gradients[s.node] for s in slots.states)))
 
 
 class _Fakes:
-    """Fake inputs of a program, in slot order, with the symbols of their sizes."""
+    """Fake inputs of a program, in slot order, with the symbols of their sizes.
+
+    NOTE [longer than the chunk needs]: a view of a buffer is contiguous only where it ends with the buffer.
+    Programs are traced as if it never did (total + 64 rows), which is right for both cases; so what tracing
+    assumed about the total length is not a condition on later calls.
+    """
 
     def __init__(
         self, facts: Facts, slots: Slots, extent: Extent, table: SymbolTable, mode: FakeTensorMode, args: list[Any]
@@ -308,7 +320,12 @@ class _Fakes:
         sizes: dict[str, Any] = {}
         for name in SIZES:
             value = getattr(extent, name)
-            sizes[name] = value if value in SPECIAL else self._symbol(name, value)
+            if name == "total" and not extent.full:
+                value += 64  # NOTE [longer than the chunk needs]
+            if name == "low" and not extent.full:
+                sizes[name] = self._symbol(name, value, start=True)
+            else:
+                sizes[name] = value if value in SPECIAL else self._symbol(name, value)
         self.ranges = extent.ranges(sizes.__getitem__)
         self.sizes: dict[Any, Any] = {facts.sequence: sizes["total"]}
         offset = len(SIZES) + 1
@@ -324,8 +341,8 @@ class _Fakes:
         self.flat += [self._rows(n) for n in slots.cotangents]
         self.flat += [self._whole(n) for n in slots.accumulators]
 
-    def _symbol(self, name: str, hint: int) -> Any:
-        value = self.table.new(name, hint)
+    def _symbol(self, name: str, hint: int, start: bool = False) -> Any:
+        value = self.table.new(name, hint, start)
         if isinstance(value, torch.SymInt):
             self.names[value.node.expr] = name
         return value
@@ -365,8 +382,8 @@ def _guards(env: ShapeEnv, names: dict[sympy.Symbol, str]) -> list[Callable[[Ext
     for guard in env.guards:
         symbols = sorted(guard.expr.free_symbols, key=str)
         known = [names.get(s) for s in symbols]
-        if not symbols or any(n not in SIZES for n in known):
-            continue
+        if not symbols or "total" in known or any(n not in SIZES for n in known):
+            continue  # NOTE [longer than the chunk needs]
         test = sympy.lambdify(symbols, guard.expr)
         result.append(_guard(test, [n for n in known if n is not None]))
     return result

@@ -7,10 +7,10 @@ after it; see NOTE [peak and time come from different steps] in `report.measure`
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
 from .report.gradients import GradientDifference, largest_difference
 from .report.measure import Event, Measurement, StepSpec, run_isolated
@@ -107,18 +106,6 @@ class _Reporter:
             self.progress.update(self.task, description=f"{self.label}: {done}, {figures}")
             if not self.console.is_terminal:
                 self.console.print(f"  {done}: {figures}")
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without the progress bars of transformers, which would be drawn into ours."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _prepare(options: DemoOptions, folder: Path) -> tuple[LoadedModel, str, Path]:
@@ -211,7 +198,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     with tempfile.TemporaryDirectory(prefix="streambp-fx-") as name, _Reporter(console, total) as report:
         folder = Path(name)
         report.begin(f"loading {options.model}")
-        with _quiet_loading():
+        with contextlib.redirect_stderr(io.StringIO()):  # loaders draw progress bars into ours
             loaded, source, batch = _prepare(options, folder)
         for note in loaded.notes:
             console.print(f"note: {note}", markup=False)

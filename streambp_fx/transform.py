@@ -110,7 +110,7 @@ class StreamedForward:
         )
         try:
             with settings:
-                return self._compiled(inputs, drop)
+                return _rebuild(self._compiled(inputs, drop))
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
             if isinstance(cause, CompileError) or isinstance(getattr(error, "inner_exception", None), CompileError):
@@ -122,8 +122,11 @@ class StreamedForward:
 
         def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
             output = self.original(**inputs)
-            if drop_logits:
-                output.logits = None
+            if not drop_logits:
+                return output
+            if isinstance(output, dict):
+                return type(output), {k: v for k, v in output.items() if k != "logits"}
+            output.logits = None
             return output
 
         own = types.FunctionType(
@@ -138,6 +141,13 @@ class StreamedForward:
 
     def __reduce__(self) -> tuple:
         return StreamedForward, (self.model, self.original, self.options, self.had_forward)
+
+
+def _rebuild(output: Any) -> Any:
+    """The model's output from its class and fields, for which no logits were made."""
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], type):
+        return output[0](**output[1])
+    return output
 
 
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:

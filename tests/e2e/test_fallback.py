@@ -1,0 +1,256 @@
+"""Operations the compiler cannot know, or that look ahead: the gradient stays exact."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import STANDIN, check_exact, compare, in_double, pair, transform
+from e2e_models import HIDDEN, VOCAB, build, padded, perturb, plain
+from torch import nn
+from torch.nn import functional as F
+
+import streambp_fx
+
+RTOL = 1e-9
+HERE = Path(__file__)
+
+
+@torch.library.custom_op("streambp_tests::mystery", mutates_args=())
+def mystery(x: torch.Tensor) -> torch.Tensor:
+    """Mixes rows in both directions; nobody can tell from outside."""
+    return x.sin() + x.flip(1).cos().mul(0.3)
+
+
+@mystery.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("streambp_tests::mystery_backward", mutates_args=())
+def mystery_backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return g * x.cos() - 0.3 * g.flip(1) * x.sin()
+
+
+@mystery_backward.register_fake
+def _(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+mystery.register_autograd(
+    lambda ctx, g: torch.ops.streambp_tests.mystery_backward(g, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def attend_both_ways(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(*x.shape[:2], 4, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=False).transpose(1, 2).reshape(x.shape)
+
+
+def scores_both_ways(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x.transpose(1, 2) / 6).softmax(-1) @ x
+
+
+def almost_causal(x: torch.Tensor) -> torch.Tensor:
+    """Causal attention but for one row: j <= i + 1."""
+    i = torch.arange(x.shape[1])
+    mask = i[None, :] <= i[:, None] + 1
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def conv(x: torch.Tensor, ahead: int) -> torch.Tensor:
+    kernel = torch.linspace(-1, 1, 3 * HIDDEN, dtype=x.dtype).view(HIDDEN, 1, 3)
+    padded_x = F.pad(x.transpose(1, 2), (2 - ahead, ahead))
+    return F.conv1d(padded_x, kernel, groups=HIDDEN).transpose(1, 2)
+
+
+MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean over the sequence": lambda x: x.mean(1, keepdim=True),
+    "max over the sequence": lambda x: x.amax(1, keepdim=True) * 0.5,
+    "bidirectional attention": attend_both_ways,
+    "bidirectional scores": scores_both_ways,
+    "a mask that looks one row ahead": almost_causal,
+    "roll back": lambda x: x.roll(1, 1),
+    "roll ahead": lambda x: x.roll(-1, 1),
+    "flip": lambda x: x.flip(1),
+    "softmax over the sequence": lambda x: x.softmax(1) * x.shape[1],
+    "cumsum along the sequence": lambda x: x.cumsum(1) / 20,
+    "cumsum from the end": lambda x: x.flip(1).cumsum(1).flip(1) / 20,
+    "shift ahead by pad and slice": lambda x: F.pad(x, (0, 0, 0, 1))[:, 1:],
+    "shift back by pad and slice": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "the last row for all": lambda x: x[:, -1:].expand_as(x),
+    "the first row for all": lambda x: x[:, :1].expand_as(x),
+    "norm over sequence and width": lambda x: F.layer_norm(x.transpose(1, 2), (x.shape[1],)).transpose(1, 2),
+    "causal convolution": functools.partial(conv, ahead=0),
+    "convolution that looks ahead": functools.partial(conv, ahead=1),
+    "sorted rows": lambda x: x.sort(1).values,
+    "a number that depends on T": lambda x: x * (x.shape[1] / 50),
+    "mixing across the batch": lambda x: x.flip(0),
+    "mystery op": mystery,
+}
+
+
+class Mixed(nn.Module):
+    """An MLP and something else after it."""
+
+    def __init__(self, inner: nn.Module, mixer: str) -> None:
+        super().__init__()
+        self.inner, self.mixer = inner, mixer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y + MIXERS[self.mixer](y)
+
+
+def with_mixer(mixer: str, layer: int = 0) -> Any:
+    model = build("llama")
+    model.model.layers[layer].mlp = Mixed(model.model.layers[layer].mlp, mixer)
+    return model
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_mixing_is_exact(mixer: str) -> None:
+    batches = {"T=67": plain(2, 67), "T=65": plain(2, 65), "T=11": plain(2, 11), "T=32": plain(2, HIDDEN)}
+    check_exact(lambda: with_mixer(mixer), batches)
+
+
+@pytest.mark.parametrize("mixer", ["mystery op", "flip", "cumsum along the sequence"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_mixing_with_a_mask_is_exact(mixer: str) -> None:
+    check_exact(
+        lambda: with_mixer(mixer, layer=1), {"left": padded(67, "left"), "right": padded(65, "right")}
+    )
+
+
+@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+@pytest.mark.parametrize("mixer", ["flip", "bidirectional attention", "roll ahead", "the last row for all"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_other_layer_is_still_chunked(mixer: str) -> None:
+    """One bad layer costs one layer; the schedule says which and why."""
+    streamed = transform(with_mixer(mixer))
+    streamed(**plain(2, 67)).loss.backward()
+    schedule = streambp_fx.schedule(streamed)
+    assert any(s.chunked for s in schedule.segments), str(schedule)
+    for segment in schedule.segments:
+        assert segment.chunked or segment.reason, str(schedule)
+
+
+# -- the warning -----------------------------------------------------------------------------------------
+
+
+class Mysterious(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y + mystery(y)  # the unknown op
+
+
+def mysterious(layers: tuple[int, ...]) -> Any:
+    model = build("llama")
+    for layer in layers:
+        model.model.layers[layer].mlp = Mysterious(model.model.layers[layer].mlp)
+    return model
+
+
+def our_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if issubclass(w.category, streambp_fx.StreamBPWarning)]
+
+
+@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1)])
+def test_one_warning_names_op_and_line(layers: tuple[int, ...]) -> None:
+    factory = functools.partial(mysterious, layers)
+    with in_double(factory), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        eager, streamed = pair(factory)
+        compare(eager, streamed, {"T=67": plain(2, 67), "T=65": plain(2, 65), "again": plain(2, 67)}, RTOL)
+    (message,) = our_warnings(caught)
+    (line,) = (n for n, t in enumerate(HERE.read_text().splitlines(), 1) if t.endswith("# the unknown op"))
+    assert "mystery" in message
+    assert re.search(rf"{HERE.name}\D{{1,12}}{line}\b", message), message
+    left = [s for s in streambp_fx.schedule(streamed).segments if not s.chunked]
+    assert left and any("mystery" in s.reason for s in left), left
+
+
+@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_no_warning_without_a_cause(family: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        transform(build(family))(**plain(2, 67)).loss.backward()
+    assert our_warnings(caught) == []
+
+
+# -- a model that is not from transformers ---------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor | None
+    logits: torch.Tensor | None
+
+
+class Block(nn.Module):
+    def __init__(self, mixer: str | None) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 48), nn.GELU(), nn.Linear(48, HIDDEN))
+        self.mixer = mixer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        y = self.mlp(self.norm2(x))
+        return x + y + (MIXERS[self.mixer](y) if self.mixer else 0)
+
+
+class HandWritten(nn.Module):
+    """A small causal LM with the call of transformers and nothing else of it."""
+
+    def __init__(self, mixer: str | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList([Block(mixer), Block(None)])
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits, loss = self.head(x), None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+        return Output(loss, logits)
+
+
+def hand_written(mixer: str | None = None) -> HandWritten:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = HandWritten(mixer).double().train()
+    perturb(model, 1)
+    return model
+
+
+@pytest.mark.parametrize("mixer", [None, "mystery op", "flip", "bidirectional attention"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_hand_written_model(mixer: str | None) -> None:
+    _, streamed = check_exact(
+        lambda: hand_written(mixer), {"T=67": plain(2, 67), "T=11": plain(2, 11), "T=97": plain(2, VOCAB)}
+    )
+    if mixer is None and not STANDIN:
+        assert [s.reason for s in streambp_fx.schedule(streamed).segments if not s.chunked] == []

@@ -1,0 +1,116 @@
+"""The command line: what it accepts, what it refuses and how, and the demo on a tiny model."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from streambp_fx.cli import build_parser, main
+from streambp_fx.demo import DemoOptions, run_demo
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 211,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+def test_defaults():
+    args = build_parser().parse_args(["demo"])
+    assert (args.seq_len, args.chunk, args.loss_chunk, args.steps) == (4096, None, 256, 3)
+    assert (args.model, args.dtype, args.threads) == ("smollm2", "float32", 0)
+
+
+@pytest.mark.parametrize(("given", "chunk"), [([], 25), (["--chunk", "7"], 7)])
+def test_the_chunk_is_a_quarter_rounded_up_unless_it_is_given(monkeypatch, given, chunk):
+    seen = []
+    monkeypatch.setattr("streambp_fx.demo.run_demo", seen.append)
+    assert main(["demo", "--seq-len", "97", *given]) == 0
+    assert seen == [DemoOptions(seq_len=97, chunk=chunk)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["demo", "--chunk", "0"], "--chunk: must be at least 1, not 0"),
+        (["demo", "--chunk", "many"], "'many' is not a whole number"),
+        (["demo", "--seq-len", "1"], "--seq-len: must be at least 2"),
+        (["demo", "--loss-chunk", "-3"], "--loss-chunk: must be at least 1"),
+        (["demo", "--steps", "0"], "--steps: must be at least 1"),
+        (["demo", "--threads", "-1"], "--threads: must be at least 0"),
+        (["demo", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["demo", "--fast"], "unrecognized arguments: --fast"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_bad_arguments(capsys, argv, said):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_model(capsys, tmp_path):
+    assert main(["demo", "--model", str(tmp_path / "nothing")]) == 2
+    error = capsys.readouterr().err
+    assert "no such file or directory" in error and "Traceback" not in error
+
+
+def test_a_folder_without_a_config(capsys, tmp_path):
+    assert main(["demo", "--model", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["demo"]])
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as exit_:
+        main([*command, "--help"])
+    assert exit_.value.code == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_a_failed_step_is_an_error_and_not_a_traceback(capsys, config, monkeypatch):
+    from streambp_fx.report.measure import WorkerError
+
+    def fail(*_):
+        raise WorkerError("the streamed step failed")
+
+    monkeypatch.setattr("streambp_fx.demo.run_isolated", fail)
+    assert main(["demo", "--model", config, "--seq-len", "8"]) == 1
+    assert "error: the streamed step failed" in capsys.readouterr().err
+
+
+def test_demo_on_a_tiny_model(config):
+    text = io.StringIO()
+    options = DemoOptions(
+        model=config, seq_len=96, chunk=24, loss_chunk=10, steps=2, dtype="float64", threads=1
+    )
+    result = run_demo(options, Console(file=text, width=100))
+    assert result.difference.relative < 1e-9
+    assert len(result.losses) == 2 and result.losses[1] < result.losses[0]
+    assert result.losses[0] == pytest.approx(result.checkpointing.losses[0], rel=1e-9)
+    for shown in ("Fine-tuning, streamed", "step 2 of 2", "Hugging Face checkpointing", "streamed, chunk 24"):
+        assert shown in text.getvalue()
+    assert "largest relative gradient difference" in text.getvalue()
+    assert "weights are random" in text.getvalue()
+
+
+def test_demo_command(capsys, config):
+    argv = ["demo", "--model", config, "--seq-len", "96", "--steps", "1", "--threads", "1"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "streamed, chunk 24" in shown and "96 tokens of random tokens" in shown
