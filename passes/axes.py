@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from .capture import CapturedGraph
+from .custom_gradient import CustomFunction, custom_layout
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from .rules import RULES, RuleContext
 from .rules.pointwise import align, pointwise
@@ -69,7 +70,7 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
         return tuple(ROW if s == facts.sequence else None for s in shape_of(node))
     if not any(facts.carries(n) for n in (node, *operands(node))):
         return (None,) * tensors_of(node)[0].dim()
-    function = RULES.get(node.target)
+    function = custom_layout if isinstance(node.target, CustomFunction) else RULES.get(node.target)
     try:
         if function is None:
             raise NotSeparable(f"no rule for {node.target}")

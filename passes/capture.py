@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from .custom_gradient import Retrace
+
 
 @dataclass
 class CapturedGraph:
@@ -108,7 +110,7 @@ def capture(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> C
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
     inputs = [_fake_input(value, table, mode) for value in examples]
     with mode, fx_traceback.preserve_node_meta():
-        traced = make_fx(torch.fx.Interpreter(module).run, pre_dispatch=True, tracing_mode="real")(*inputs)
+        traced = make_fx(Retrace(module).run, pre_dispatch=True, tracing_mode="real")(*inputs)
     result = CapturedGraph(traced, example_sizes=table.hints)
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for old, new, example in zip(nodes, placeholders, examples, strict=True):
