@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import attention, masks
-from .ir import Axis, Facts, Kind, Role, Segment, expression, operands, shape_of, tensors_of
+from .ir import Axis, Facts, Kind, Role, Segment, evaluate_size, operands, shape_of, tensors_of
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import pointwise_ops
 
@@ -228,7 +228,7 @@ class _Evaluation:
             return self.values[node, role]
         kind = self.facts.kinds[node]
         if kind is Kind.SIZE:
-            return self.resolve(expression(node.meta["val"]))
+            return evaluate_size(node, self.resolve)
         if kind is Kind.WHOLE:
             own = axes if axes is not None else self.facts.layouts.get(node)
             return self.slice_whole(node, own or (None,) * self.bound[node].dim(), role)
@@ -267,7 +267,7 @@ class _Evaluation:
     def fetch(self, node: Node) -> Any:
         """A value without gradient, whole (a size: as an integer)."""
         if self.facts.kinds[node] is Kind.SIZE:
-            return self.resolve(expression(node.meta["val"]))
+            return evaluate_size(node, self.resolve)
         return self.bound[node]
 
     # ---- nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import Facts, Kind, expression, operands
+from .ir import Facts, Kind, operands
 
 
 class Subgraph:
@@ -50,8 +50,3 @@ def _needed(facts: Facts, outputs: list[Node], given: set[Node]) -> set[Node]:
         if not _comes_in(facts, node, given):
             pending.extend(operands(node))
     return needed
-
-
-def size_of(node: Node) -> object:
-    """The symbolic size a SIZE node stands for."""
-    return expression(node.meta["val"])

@@ -35,11 +35,13 @@ class Axis:
     """A tensor dim that carries the sequence: its size is `outer * sequence length * inner`.
 
     `outer` and `inner` are 1 unless a view merged other dims into this one (`view(-1, vocabulary)`).
+    `removed` counts rows that a slice took off (`logits[:, :-1]`): what follows is a sequence of its own.
     """
 
     role: Role = Role.ROW
     outer: sympy.Expr = sympy.S.One
     inner: sympy.Expr = sympy.S.One
+    removed: int = 0
 
     @property
     def simple(self) -> bool:
@@ -51,7 +53,7 @@ class Axis:
         return evaluate(self.outer) * length * evaluate(self.inner) if not self.simple else length
 
     def __str__(self) -> str:
-        name = self.role.value
+        name = self.role.value + (f"-{self.removed}" if self.removed else "")
         return name if self.simple else "*".join(str(p) for p in (self.outer, name, self.inner) if p != 1)
 
 
@@ -104,6 +106,7 @@ class Facts:
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
     mixings: dict[Node, Mixing] = field(default_factory=dict)
     refusals: dict[Node, str] = field(default_factory=dict)
+    slices: set[Node] = field(default_factory=set)
     masks: dict[Node, Any] = field(default_factory=dict)
     reach: dict[Node, Reach] = field(default_factory=dict)
     needs_grad: set[Node] = field(default_factory=set)
@@ -140,6 +143,7 @@ class Segment:
         whole: values without a gradient that are computed once and sliced.
         outputs: streamed values that later segments, the epilogue or the caller use.
         states: streamed values that mixing ops read as columns, kept for the whole segment.
+        removed: rows that slices took off the sequence before this segment.
         chunked: False if the segment runs whole; `reason` says why and `refused` names the op.
     """
 
@@ -157,10 +161,22 @@ class Segment:
     kind: str = "layer"
     reason: str | None = None
     refused: Node | None = None
+    removed: int = 0
     signature: str = ""
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, {self.kind}, {len(self.nodes)} nodes)"
+
+
+def evaluate_size(node: Node, size: Callable[[sympy.Expr], Any]) -> Any:
+    """The number a SIZE node stands for, from the sizes of the step (`size` resolves an expression).
+
+    Arithmetic on sizes is done again and not read off its symbolic value: it may be a float.
+    """
+    if node.op == "placeholder" or any(tensors_of(n) for n in node.all_input_nodes):
+        return size(expression(node.meta["val"]))
+    args = torch.fx.node.map_arg(node.args, lambda n: evaluate_size(n, size))
+    return node.target(*args)  # type: ignore[operator]
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:

@@ -16,11 +16,13 @@ from torch.fx import Graph, Node
 from .capture import CapturedGraph
 from .ir import expression, shape_of
 from .rules.contractions import sdpa_arguments
+from .rules.pointwise import pointwise_ops
 
 aten = torch.ops.aten
 Rewrite = Callable[[Graph, Node], "Node | None"]
 REWRITES: dict[Any, list[Rewrite]] = {}
 END = 2**63 - 1
+ELEMENTWISE = set(pointwise_ops()) - {aten.dropout.default, aten.native_dropout.default}
 
 
 def rewrite(*ops: Any) -> Callable[[Rewrite], Rewrite]:
@@ -175,6 +177,30 @@ def _is_contiguous(node: Node) -> bool:
             return False
         expected = expected * expression(size)
     return True
+
+
+@rewrite(aten.slice.Tensor)
+def slice_before_widening(graph: Graph, node: Node) -> Node | None:
+    """`linear(x)[:, a:b]` -> `linear(x[:, a:b])`: rows are taken where they are narrow.
+
+    Also through elementwise ops of one tensor, so that `logits[:, :-1]` becomes a slice of hidden states.
+    """
+    source, dim, *rest = node.args
+    if not isinstance(source, Node) or len(source.users) > 1 or dim is None:
+        return None
+    dim %= len(shape_of(source))
+    tensors = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    product = source.target is aten.linear.default and dim < len(shape_of(source)) - 1
+    unary = source.target in ELEMENTWISE and len(tensors) == 1 and shape_of(tensors[0]) == shape_of(source)
+    if not (product or unary) or not _is_dynamic(shape_of(source)[dim]) or source.args[0] is not tensors[0]:
+        return None
+    inner = insert(graph, node, aten.slice.Tensor, source.args[0], dim, *rest)
+    pushed = slice_before_widening(graph, inner) or inner
+    return insert(graph, node, source.target, pushed, *source.args[1:], **source.kwargs)
+
+
+def _is_dynamic(size: sympy.Expr) -> bool:
+    return bool(size.free_symbols)
 
 
 # ---- grouped heads

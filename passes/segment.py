@@ -105,8 +105,8 @@ def _stops(facts: Facts, order: list[Node]) -> list[int]:
     return [
         k
         for k, n in enumerate(order)
-        if n in facts.mixings or n in facts.refusals or facts.layouts.get(n) is None
-        or facts.kinds[n] is Kind.REDUCED
+        if n in facts.mixings or n in facts.refusals or n in facts.slices
+        or facts.layouts.get(n) is None or facts.kinds[n] is Kind.REDUCED
     ]  # fmt: skip
 
 
@@ -135,13 +135,14 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     gaps = [(max(1, a), b) for a, b in gaps if b >= max(1, a)]
     best = [min(costs[a : b + 1]) for a, b in gaps]
     limit = EXPENSIVE * min((b for b in best if b > 0), default=math.inf)
+    mixing = [k for k, n in enumerate(order) if n in facts.mixings]
     cuts: list[int] = []
     for (start, stop), least in zip(gaps, best, strict=True):
         if math.isinf(least) or least > limit:
             continue
         candidates = [k for k in range(start, stop + 1) if costs[k] == least]
         cut = candidates[-1]
-        if head is not None and stop == head and len(cuts) > 1:
+        if mixing and start == mixing[-1] + 1 and len(cuts) > 1:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
             cut = _like_the_last(order, cuts, near, cut)
         cuts.append(cut)
@@ -210,8 +211,13 @@ def _is_input(facts: Facts, node: Node) -> bool:
 
 def _judge(facts: Facts, piece: Segment) -> None:
     """Decide whether a segment can be chunked, and how far its rows reach."""
+    if len(piece.nodes) == 1 and piece.nodes[0] in facts.slices:
+        piece.kind = "whole"
+        return
     for node in piece.nodes:
         reason = facts.refusals.get(node)
+        if node in facts.slices:
+            reason = "a slice of the sequence axis amid other ops"
         if reason is None and facts.layouts.get(node) is None:
             reason = "the sequence axis of the result is unknown"
         if reason is not None:
@@ -226,6 +232,8 @@ def _judge(facts: Facts, piece: Segment) -> None:
         if piece.chunked and row_axis(facts, node) is None:
             piece.chunked, piece.refused = False, node
             piece.reason = "a value at its border cannot be stored by rows"
+    lengths = {a.removed for n in piece.nodes for a in facts.layouts.get(n) or () if a is not None}
+    piece.removed = max(lengths, default=0)
     if not piece.mixings:
         piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
         return

@@ -75,6 +75,7 @@ class Slots:
     cotangents: list[Node] = field(default_factory=list)
     accumulators: list[Node] = field(default_factory=list)
     values: bool = False
+    removed: int = 0
 
 
 @dataclass
@@ -160,6 +161,7 @@ class SegmentPrograms:
         symbols = sorted(_free_symbols(self.facts, segment), key=str)
         slots = Slots(symbols, segment.rows, segment.constants, segment.whole, list(self.states.values()))
         slots.values = kind == "loss"
+        slots.removed = segment.removed
         if kind in ("joint", "loss"):
             slots.cotangents = self.diff_outputs
         if kind in ("joint", "loss", "state_joint"):
@@ -214,6 +216,7 @@ class _Unpacked:
     """The flat inputs of a program by role."""
 
     def __init__(self, slots: Slots, extent: Extent, flat: Iterable[Any]) -> None:
+        self.removed = slots.removed
         stream = iter(flat)
         sizes = dict(zip(SIZES, stream, strict=False))
         self.ranges = extent.ranges(sizes.__getitem__)
@@ -229,7 +232,7 @@ class _Unpacked:
 
     def bindings(self, facts: Facts, **replaced: dict[Node, Tensor]) -> dict[Any, Any]:
         parts = {"rows": self.rows, "constants": self.constants, **replaced}
-        total = {facts.sequence: self.ranges.total}
+        total = {facts.sequence: self.ranges.total + self.removed}
         return {**self.symbols, **total, **self.whole, **parts["rows"], **parts["constants"]}
 
 
@@ -327,7 +330,7 @@ class _Fakes:
             else:
                 sizes[name] = value if value in SPECIAL else self._symbol(name, value)
         self.ranges = extent.ranges(sizes.__getitem__)
-        self.sizes: dict[Any, Any] = {facts.sequence: sizes["total"]}
+        self.sizes: dict[Any, Any] = {facts.sequence: sizes["total"] + slots.removed}
         offset = len(SIZES) + 1
         for symbol, value in zip(slots.symbols, args[offset:], strict=False):
             self.sizes[symbol] = value if value in SPECIAL else self._symbol(str(symbol), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import types
@@ -126,6 +127,9 @@ class StreamedForward:
                 return output
             if isinstance(output, dict):
                 return type(output), {k: v for k, v in output.items() if k != "logits"}
+            if dataclasses.is_dataclass(output):
+                fields = type(output).__dataclass_fields__
+                return type(output), {k: getattr(output, k) for k in fields if k != "logits"}
             output.logits = None
             return output
 
@@ -146,7 +150,8 @@ class StreamedForward:
 def _rebuild(output: Any) -> Any:
     """The model's output from its class and fields, for which no logits were made."""
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], type):
-        return output[0](**output[1])
+        kind, fields = output
+        return kind(**fields) if issubclass(kind, dict) else kind(**fields, logits=None)
     return output
 
 
@@ -177,4 +182,19 @@ LOGGERS = _loggers()
 
 
 def _in_plain_words(model: nn.Module, error: BaseException) -> str:
-    return f"the forward of {type(model).__name__} could not be captured as one graph. {error}"
+    """Dynamo's reason without its logs, and the line of the model's source where it stopped."""
+    text = str(error).split("Developer debug context")[0].split("Set TORCH")[0]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    code = [k for k, line in enumerate(lines) if line.strip().startswith("File ")]
+    where = "\n".join(lines[code[-1] : code[-1] + 2]) if code else ""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        frame = stack[-1]
+        where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+    reason = "\n".join(line for line in lines[:12] if "from user code" not in line)[:1500]
+    return (
+        f"the forward of {type(model).__name__} could not be captured as one graph.\n{reason}\n"
+        f"The line of the model is:\n  {where}\n"
+        "Rewrite that line so that it does not depend on the values of tensors and calls nothing outside "
+        "PyTorch, or train the model unstreamed: streambp_fx.restore(model)."
+    )

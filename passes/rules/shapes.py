@@ -83,7 +83,8 @@ def _place_axis(
     for d in group_out:
         after_dim = sympy.cancel(after_dim / after[d])
         if _whole(outer / before_dim) and _whole(inner / after_dim):
-            result[d] = Axis(axis.role, sympy.cancel(outer / before_dim), sympy.cancel(inner / after_dim))
+            merged = sympy.cancel(outer / before_dim), sympy.cancel(inner / after_dim)
+            result[d] = Axis(axis.role, *merged, axis.removed)
             return
         before_dim = before_dim * after[d]
     raise NotSeparable(f"a view splits the sequence axis: {before} to {after}")
@@ -150,13 +151,16 @@ def expand(ctx: RuleContext, node: Node) -> Layout:
 def slice_(ctx: RuleContext, node: Node) -> Layout:
     source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
     layout = ctx.layout(source)
-    forbid(layout, [normalize_dim(dim, len(layout))], "a slice of")
-    return layout
-
-
-@rule(aten.narrow.default)
-def narrow(ctx: RuleContext, node: Node) -> Layout:
-    return slice_(ctx, node)
+    dim = normalize_dim(dim, len(layout))
+    axis = layout[dim]
+    if axis is None:
+        return layout
+    step = node.args[4] if len(node.args) > 4 else 1
+    removed = sympy.expand(shape_of(source)[dim] - shape_of(node)[dim])
+    if axis != Axis(removed=axis.removed) or step != 1 or not removed.is_Integer:
+        raise NotSeparable(f"a slice of the sequence axis (dim {dim})")
+    ctx.facts.slices.add(node)
+    return (*layout[:dim], Axis(removed=axis.removed + int(removed)), *layout[dim + 1 :])
 
 
 @rule(aten.select.int)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes import masks
-from ..passes.extract import Subgraph, size_of
+from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, Reach, Segment, expression, shape_of, tensors_of
+from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, expression, shape_of, tensors_of
 from ..passes.objective import is_linear
 from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers
@@ -87,7 +87,7 @@ class Executor:
     def _value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         if node in values:
             return values[node]
-        return int(size_of(node).subs(sizes))  # type: ignore[attr-defined]
+        return evaluate_size(node, lambda expr: int(expr.subs(sizes)))
 
     def _whole_values(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
         with torch.no_grad():

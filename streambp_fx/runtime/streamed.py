@@ -69,11 +69,12 @@ class SegmentRunner:
         """The chunks of this segment. A window bounds how far back a chunk's columns begin."""
         full = self.is_full(step)
         result = []
-        for start, rows in split_rows(step.total, chunk):
+        total = step.total - self.segment.removed
+        for start, rows in split_rows(total, chunk):
             low = 0 if self.programs.states else start
             if self.segment.window is not None and not full:
                 low = max(0, start - int(self.segment.window) + 1)
-            result.append(Extent(rows, start - low, low, step.total, full))
+            result.append(Extent(rows, start - low, low, total, full))
         return result
 
     # ---- calls
