@@ -144,7 +144,7 @@ class ChunkProgram:
         count: dict[Node, int] = {}
         for node, role in self.needed:
             for operand, wanted in edges(self.facts, node, role):
-                if wanted is Role.COLUMN and (role is Role.ROW or operand in self.states):
+                if wanted is Role.COLUMN and role is Role.ROW:
                     for state in self._sources(operand):
                         count[state] = count.get(state, 0) + 1
         return count
@@ -430,10 +430,12 @@ def _as_view(run: _Evaluation, node: Node, source: Node, buffer: Tensor) -> Tens
     value = buffer
     for step in reversed(chain):
         if step.target in RESHAPES:
-            value = value.reshape(run.local_shape(step, Role.COLUMN))
+            try:
+                value = value.view(run.local_shape(step, Role.COLUMN))
+            except RuntimeError:  # not a view of this buffer
+                return None
         elif step.target in (aten.transpose.int, aten.permute.default, aten.unsqueeze.default):
             value = step.target(value, *step.args[1:])
         else:
             return None
-    same = value.untyped_storage()._cdata == buffer.untyped_storage()._cdata
-    return value if same else None
+    return value

@@ -283,7 +283,7 @@ def _joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
     primals += [given.states[n] for n in leaves]
     _, pullback, values = torch.func.vjp(chunk, *primals, has_aux=True)
-    gradients = list(pullback(tuple(given.cotangents[n] for n in owner.diff_outputs)))
+    gradients = _pull_back(pullback, [given.cotangents[n] for n in owner.diff_outputs])
     for node in reversed(leaves):
         given.gradients[node].add_(gradients.pop())
     return [*(values if slots.values else ()), *gradients]
@@ -304,7 +304,13 @@ def _state_joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, ex
 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
     _, pullback = torch.func.vjp(states, *primals)
-    return list(pullback(tuple(given.gradients[s.node] for s in slots.states)))
+    return _pull_back(pullback, [given.gradients[s.node] for s in slots.states])
+
+
+def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[Tensor]:
+    """Without a graph of the backward itself, PyTorch uses its fused backward kernels."""
+    with torch.no_grad():
+        return list(pullback(tuple(cotangents)))
 
 
 class _Fakes:

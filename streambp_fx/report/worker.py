@@ -124,7 +124,8 @@ def run(spec: StepSpec, what: str, emit: Emit, notes: list[str]) -> list[tuple[f
         return loss.item()
 
     _zero_gradients(model)
-    train_step(ids[:, : spec.warmup_len or spec.seq_len])
+    warm = ids[:, : spec.warmup_len or spec.seq_len]
+    train_step(torch.empty(warm.shape, dtype=ids.dtype, device=ids.device).copy_(warm))
     emit("warm")
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate) if spec.learning_rate else None
     results: list[tuple[float, Measurement]] = []
