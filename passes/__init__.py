@@ -28,7 +28,7 @@ import torch
 from .axes import axes
 from .capture import CapturedGraph, capture
 from .footprints import footprints
-from .ir import Facts
+from .ir import Facts, shape_of, tensors_of
 from .normalize import normalize
 from .segment import segment
 from .share import share
@@ -50,7 +50,9 @@ class PassError(Exception):
         self.name, self.cause = name, cause
 
 
-def analyze(module: torch.fx.GraphModule, example_inputs: Sequence[Any], sequence_inputs: Any = None) -> Facts:
+def analyze(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], sequence_inputs: Any = None
+) -> Facts:
     """Run the passes from capture to share on what Dynamo hands to a backend.
 
     Args:
@@ -70,8 +72,12 @@ def analyze(module: torch.fx.GraphModule, example_inputs: Sequence[Any], sequenc
 
 
 def sequence_symbol(captured: CapturedGraph) -> sympy.Symbol | None:
-    """The symbol of the sequence length: the only one in the inputs' sizes, or None."""
-    symbols = set(captured.example_sizes)
+    """The symbol of the sequence length: the only one in the sizes of input tensors, or None.
+
+    Strides have symbols of their own where an input is a slice of something longer; they do not count.
+    """
+    inputs = [n for n in captured.module.graph.nodes if n.op == "placeholder" and tensors_of(n)]
+    symbols = {s for n in inputs for size in shape_of(n) for s in size.free_symbols}
     return next(iter(symbols)) if len(symbols) == 1 else None
 
 

@@ -46,7 +46,7 @@ class SymbolTable:
         self.hints: dict[sympy.Symbol, int] = {}
 
     def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:
-        """A fresh symbolic integer, assumed to be at least 2; at least 0 if it is only the start of a range."""
+        """A fresh symbolic integer, assumed to be at least 2 (0 for the start of a range)."""
         symbol = self.shape_env.create_symbol(
             hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=start
         )
@@ -85,7 +85,7 @@ def _fake_input(value: object, table: SymbolTable, mode: FakeTensorMode) -> obje
         return table.translate(value)
     if not isinstance(value, torch.Tensor):
         return value
-    shape = [table.translate(s) for s in value.shape]
+    shape = [table.translate(s) for s in value.shape]  # sizes get their symbols first
     stride = [table.translate(s) for s in value.stride()]
     with mode:
         fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

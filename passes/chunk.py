@@ -94,7 +94,7 @@ def _simple_axis(facts: Facts, node: Node) -> int | None:
 
 def _size(facts: Facts, node: Node) -> float:
     value = sympy.Mul(*shape_of(node))
-    return float(value.subs({s: 4096 for s in value.free_symbols})) * tensors_of(node)[0].element_size()
+    return float(value.subs(dict.fromkeys(value.free_symbols, 4096))) * tensors_of(node)[0].element_size()
 
 
 def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
@@ -154,7 +154,9 @@ class ChunkProgram:
             node = node.args[0]
         return [node] if node in self.states else []
 
-    def run(self, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0) -> list[Tensor]:
+    def run(
+        self, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0
+    ) -> list[Tensor]:
         """Values of the targets on the chunk's rows.
 
         Args:
@@ -180,7 +182,12 @@ class StateReader:
 
 class _Evaluation:
     def __init__(
-        self, program: ChunkProgram, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size
+        self,
+        program: ChunkProgram,
+        bindings: dict[Node, Any],
+        ranges: Ranges,
+        reader: StateReader,
+        seed: Size,
     ) -> None:
         self.program, self.facts, self.ranges, self.reader = program, program.facts, ranges, reader
         self.seed, self.random_ops = seed, 0

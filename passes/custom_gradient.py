@@ -102,11 +102,7 @@ def custom_layout(context: RuleContext, node: Node) -> Layout:
 
 def _check_elementwise(facts: Facts, node: Node, function: CustomFunction) -> None:
     """Trace forward and backward on small tensors and look at the ops."""
-    small = [
-        torch.ones(2, 3, dtype=a.meta["val"].dtype) if isinstance(a, Node) and isinstance(a.meta["val"], torch.Tensor)
-        else (6 if isinstance(a, Node) else a)
-        for a in node.args
-    ]  # fmt: skip
+    small = [_small(a) for a in node.args]
 
     def both(*tensors: Any) -> Any:
         output, saved = Interpreter(function.forward).run(*tensors)
@@ -126,3 +122,11 @@ def _check_elementwise(facts: Facts, node: Node, function: CustomFunction) -> No
         same = isinstance(value, torch.Tensor) and tuple(value.shape) in ((2, 3), ())
         if inner.target not in allowed or not same:
             raise NotSeparable(f"a custom autograd function that uses {inner.target}")
+
+
+def _small(argument: Any) -> Any:
+    """A stand-in for an argument: a small tensor, a number, or the argument itself."""
+    value = argument.meta["val"] if isinstance(argument, Node) else argument
+    if isinstance(value, torch.Tensor):
+        return torch.ones(2, 3, dtype=value.dtype)
+    return 6 if isinstance(argument, Node) else argument

@@ -98,8 +98,8 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable) -> Truth:
         ((factor, value),) = values
         return _compare(condition, value * factor + int(constant), value * factor + int(constant))
     # Of several values at different rows only the extremes are compared, in each batch entry.
-    low = sum(c * (v.amin(1) if c > 0 else v.amax(1)) for c, v in values) + int(constant)
-    high = sum(c * (v.amax(1) if c > 0 else v.amin(1)) for c, v in values) + int(constant)
+    low: Any = sum(c * (v.amin(1) if c > 0 else v.amax(1)) for c, v in values) + int(constant)
+    high: Any = sum(c * (v.amax(1) if c > 0 else v.amin(1)) for c, v in values) + int(constant)
     return _compare(condition, low, high)
 
 

@@ -160,7 +160,8 @@ def _combine(
     scalars = [n for n in node.all_input_nodes if n not in leaves]
     out = tensor(node).dtype
     if not scalars and all(v is not None for v in numbers.values()):
-        like = {n: _constant(v, tensor(n).dtype, tensor(n).dim()) for n, v in numbers.items()}
+        known = {n: v for n, v in numbers.items() if v is not None}
+        like = {n: _constant(v, tensor(n).dtype, tensor(n).dim()) for n, v in known.items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), like.__getitem__)
         return leaf_of(node.target(*args, **kwargs).item())
     if exact is not None and dtypes <= {*EXACT, torch.bool} and out in (*EXACT, torch.bool):

@@ -119,7 +119,7 @@ def _slice_operands(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
         return [(node.args[0], dims)]
     if not start.is_Integer:
         raise MaskNotUnderstood(node, "a block of a slice with a symbolic start")
-    shifted = tuple(bound + int(start) for bound in dims[dim])
+    shifted = tuple(bound + int(start) for bound in dims[dim] or ())
     return [(node.args[0], (*dims[:dim], shifted, *dims[dim + 1 :]))]
 
 

@@ -46,6 +46,7 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
             replacement = function(graph, node)
             if replacement is not None and replacement is not node:
                 node.replace_all_uses_with(replacement)
+                graph.erase_node(node)
                 break
     graph.eliminate_dead_code(is_impure_node=is_impure)
     captured.module.recompile()
@@ -64,9 +65,7 @@ def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -
         node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
     values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-    mode = next(
-        v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode")
-    )
+    mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode"))
     with mode, torch.no_grad():
         node.meta["val"] = target(*values[0], **values[1])
     return node
@@ -255,7 +254,7 @@ def loss_by_rows(graph: Graph, node: Node) -> Node | None:
     a lower precision than its weights.
     """
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    call = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
+    call: dict[str, Any] = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
     call.update(zip(names, node.args, strict=False))
     call.update(node.kwargs)
     target = call["target"]

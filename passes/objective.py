@@ -50,7 +50,9 @@ def is_linear(facts: Facts, sources: list[Node], target: Node) -> bool:
 def _linear_step(node: Node, depends: set[Node]) -> bool:
     if node.target in LINEAR_IN_ALL:
         return True
-    others = [a for a in _flat(node.args[1:]) if a in depends] + [a for a in _flat(node.kwargs) if a in depends]
+    others = [a for a in _flat(node.args[1:]) if a in depends] + [
+        a for a in _flat(node.kwargs) if a in depends
+    ]
     if node.target is aten.mul.Tensor:
         return not (node.args[0] in depends and node.args[1] in depends)
     return node.target in LINEAR_IN_FIRST and not others

@@ -7,7 +7,9 @@ stream, found by counting and not by name.
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import sympy
 from torch.fx import Node
@@ -26,7 +28,7 @@ def segment(facts: Facts) -> Facts:
     order = _streamed(facts)
     cuts, epilogue_at = _cuts(facts, order)
     bounds = [0, *cuts, epilogue_at]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         if stop > start:
             facts.segments.append(Segment(len(facts.segments), order[start:stop]))
     facts.epilogue = order[epilogue_at:]
@@ -43,9 +45,7 @@ def _streamed(facts: Facts) -> list[Node]:
         if facts.kinds.get(node) is Kind.STREAM or node in feeds:
             feeds.update(n for n in operands(node) if facts.kinds[n] is Kind.REDUCED)
     return [
-        n
-        for n in facts.nodes
-        if n.op == "call_function" and (facts.kinds[n] is Kind.STREAM or n in feeds)
+        n for n in facts.nodes if n.op == "call_function" and (facts.kinds[n] is Kind.STREAM or n in feeds)
     ]
 
 
@@ -69,7 +69,7 @@ def row_bytes(facts: Facts, node: Node) -> float:
     dim, axis = rows
     sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
     numbers = sympy.Mul(*sizes)
-    numbers = numbers.subs({s: 2 for s in numbers.free_symbols})
+    numbers = numbers.subs(dict.fromkeys(numbers.free_symbols, 2))
     return float(numbers) * tensors_of(node)[0].element_size()
 
 
@@ -78,7 +78,7 @@ def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
     position = {n: k for k, n in enumerate(order)}
     end = len(order)
     change = [0.0] * (end + 2)
-    barred = [0] * (end + 2)
+    barred = [0.0] * (end + 2)
     sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
     for node in (*sources, *order):
         if not tensors_of(node):
@@ -159,9 +159,7 @@ def _like_the_last(order: list[Node], cuts: list[int], candidates: list[int], ot
     return otherwise
 
 
-def _epilogue(
-    facts: Facts, order: list[Node], costs: list[float], head: int | None, cuts: list[int]
-) -> int:
+def _epilogue(facts: Facts, order: list[Node], costs: list[float], head: int | None, cuts: list[int]) -> int:
     """Where the epilogue begins: small values by rows (losses, log-probabilities) and what follows.
 
     It runs as ordinary autograd on values of a few numbers a row. Without a reduction there is none.
@@ -197,9 +195,13 @@ def connect(facts: Facts, piece: Segment) -> None:
     read = [o for n in (*piece.nodes, *inlined) for o in operands(n) if o not in inside]
     read = list(dict.fromkeys(read))
     piece.rows = [n for n in read if facts.kinds[n] is Kind.STREAM]
-    piece.constants = [n for n in read if facts.kinds[n] in (Kind.CONSTANT, Kind.REDUCED) and _is_input(facts, n)]
+    piece.constants = [
+        n for n in read if facts.kinds[n] in (Kind.CONSTANT, Kind.REDUCED) and _is_input(facts, n)
+    ]
     piece.whole = [
-        n for n in read if facts.kinds[n] is Kind.WHOLE or (facts.kinds[n] is Kind.SQUARE and n.op == "placeholder")
+        n
+        for n in read
+        if facts.kinds[n] is Kind.WHOLE or (facts.kinds[n] is Kind.SQUARE and n.op == "placeholder")
     ]
     piece.outputs = [n for n in piece.nodes if any(u not in inside for u in n.users)]
     piece.mixings = [facts.mixings[n] for n in piece.nodes if n in facts.mixings]
@@ -238,5 +240,7 @@ def _judge(facts: Facts, piece: Segment) -> None:
         piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
         return
     piece.reach = max(m.reach for m in piece.mixings)
-    windows = [m.window for m in piece.mixings]
-    piece.window = max(windows) if piece.reach is Reach.WINDOW and all(w is not None for w in windows) else None
+    windows: list[Any] = [m.window for m in piece.mixings]
+    piece.window = (
+        max(windows) if piece.reach is Reach.WINDOW and all(w is not None for w in windows) else None
+    )

@@ -15,14 +15,14 @@ import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .attention import StateRead
 from .capture import SymbolTable
 from .chunk import ChunkProgram, Ranges, State, StateReader, narrow
-from .attention import StateRead
-from .ir import Axis, Facts, Segment, expression, shape_of, tensors_of
+from .ir import Facts, Segment, expression, shape_of, tensors_of
 from .lower import Lowered, lower
 from .segment import row_axis
 
@@ -172,12 +172,16 @@ class SegmentPrograms:
 
 def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
     """Size symbols of a segment other than the sequence length."""
-    values = (t for n in (*segment.nodes, *segment.rows, *segment.constants, *segment.whole) for t in tensors_of(n))
+    values = (
+        t for n in (*segment.nodes, *segment.rows, *segment.constants, *segment.whole) for t in tensors_of(n)
+    )
     symbols = {s for v in values for size in v.shape for s in expression(size).free_symbols}
     return symbols - {facts.sequence}
 
 
-def _trace(owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Program:
+def _trace(
+    owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]
+) -> Program:
     facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     assert mode.shape_env is not None
@@ -236,7 +240,9 @@ class _Unpacked:
         return {**self.symbols, **total, **self.whole, **parts["rows"], **parts["constants"]}
 
 
-def _forward(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any) -> list[Tensor]:
+def _forward(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
     given = _Unpacked(slots, extent, flat)
     with torch.no_grad():
         # in FULL reach all states were written before the first chunk reads
@@ -256,7 +262,9 @@ def _write_states(
         return []
 
 
-def _joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any) -> list[Tensor]:
+def _joint(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
     """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
 
     Before them come the outputs themselves where they are asked for (a loss in one sweep).
@@ -267,7 +275,7 @@ def _joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: 
 
     def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         named = dict(zip([*rows, *constants, *leaves], primals, strict=True))
-        replaced = {
+        replaced: dict[str, Any] = {
             "rows": {n: named.get(n, v) for n, v in given.rows.items()},
             "constants": {n: named.get(n, v) for n, v in given.constants.items()},
         }
@@ -282,20 +290,22 @@ def _joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: 
 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
     primals += [given.states[n] for n in leaves]
-    _, pullback, values = torch.func.vjp(chunk, *primals, has_aux=True)
+    _, pullback, values = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
     gradients = _pull_back(pullback, [given.cotangents[n] for n in owner.diff_outputs])
     for node in reversed(leaves):
         given.gradients[node].add_(gradients.pop())
     return [*(values if slots.values else ()), *gradients]
 
 
-def _state_joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any) -> list[Tensor]:
+def _state_joint(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
     given = _Unpacked(slots, extent, flat)
     rows, constants = owner.diff_rows, owner.diff_constants
 
     def states(*primals: Tensor) -> tuple[Tensor, ...]:
         named = dict(zip([*rows, *constants], primals, strict=True))
-        replaced = {
+        replaced: dict[str, Any] = {
             "rows": {n: named.get(n, v) for n, v in given.rows.items()},
             "constants": {n: named.get(n, v) for n, v in given.constants.items()},
         }
@@ -303,7 +313,7 @@ def _state_joint(owner: SegmentPrograms, program: ChunkProgram, slots: Slots, ex
         return tuple(program.run(given.bindings(owner.facts, **replaced), given.ranges, reader, given.seed))
 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
-    _, pullback = torch.func.vjp(states, *primals)
+    _, pullback = torch.func.vjp(states, *primals)  # type: ignore[misc]
     return _pull_back(pullback, [given.gradients[s.node] for s in slots.states])
 
 
@@ -322,7 +332,13 @@ class _Fakes:
     """
 
     def __init__(
-        self, facts: Facts, slots: Slots, extent: Extent, table: SymbolTable, mode: FakeTensorMode, args: list[Any]
+        self,
+        facts: Facts,
+        slots: Slots,
+        extent: Extent,
+        table: SymbolTable,
+        mode: FakeTensorMode,
+        args: list[Any],
     ) -> None:
         self.facts, self.table, self.mode = facts, table, mode
         self.names: dict[sympy.Symbol, str] = {}
@@ -373,12 +389,16 @@ class _Fakes:
         found = row_axis(self.facts, node)
         assert found is not None
         dim, axis = found
-        return narrow(self._contiguous(node), dim, axis, self.ranges.start, self.ranges.rows, self.ranges.total)
+        return narrow(
+            self._contiguous(node), dim, axis, self.ranges.start, self.ranges.rows, self.ranges.total
+        )
 
     def _contiguous(self, node: Node) -> Tensor:
         value = tensors_of(node)[0]
         with self.mode:
-            return torch.empty([self._size(s) for s in shape_of(node)], dtype=value.dtype, device=value.device)
+            return torch.empty(
+                [self._size(s) for s in shape_of(node)], dtype=value.dtype, device=value.device
+            )
 
     def _columns(self, state: State) -> Tensor:
         full = self._contiguous(state.node)

@@ -1,8 +1,8 @@
 """streambp_fx: stream the exact training step of a causal language model, chunk by chunk.
 
-    streambp_fx.transform(model, chunk=2000)
-    model(input_ids=ids, labels=ids).loss.backward()
-    streambp_fx.restore(model)
+streambp_fx.transform(model, chunk=2000)
+model(input_ids=ids, labels=ids).loss.backward()
+streambp_fx.restore(model)
 """
 
 from .versions import check_versions

@@ -11,9 +11,9 @@ import torch
 from .errors import CompileError, StreamBPWarning
 from .options import Options
 from .passes import PassError, analyze
-from .passes.capture import source_line
 from .passes.axes import is_secondary
-from .passes.ir import Facts
+from .passes.capture import source_line
+from .passes.ir import Facts, shape_of, tensors_of
 from .passes.normalize import MutationError
 from .runtime.executor import Executor
 from .schedule import Schedule
@@ -47,6 +47,8 @@ def compile_graph(
     if facts.sequence is None or not facts.segments:
         if report is not None:
             report(Schedule(facts, options))
+        if _is_long(facts):
+            _warn("the model runs unstreamed: its inputs have no size that stands for the sequence length")
         return module
     schedule = Schedule(facts, options)
     if report is not None:
@@ -54,6 +56,12 @@ def compile_graph(
     _warn_unchunked(facts)
     executor = Executor(facts, options.rows, options.loss_chunk)
     return executor
+
+
+def _is_long(facts: Facts) -> bool:
+    """False for a sequence of one token, which Dynamo takes as a constant and which needs no streaming."""
+    inputs = [n for n in facts.nodes if n.op == "placeholder" and n not in facts.parameters and tensors_of(n)]
+    return any(s != 1 for n in inputs for s in shape_of(n)[1:2])
 
 
 def _warn_unchunked(facts: Facts) -> None:
@@ -66,8 +74,9 @@ def _warn_unchunked(facts: Facts) -> None:
     if lines:
         unique = list(dict.fromkeys(lines))
         _warn(
-            f"{len(lines)} of {len(facts.segments)} segments run unchunked; their gradients are exact, but their "
-            "activations are held for the whole sequence while they are recomputed:\n  " + "\n  ".join(unique)
+            f"{len(lines)} of {len(facts.segments)} segments run unchunked. Their gradients are exact, but "
+            "their activations are held for the whole sequence while they are recomputed:\n  "
+            + "\n  ".join(unique)
         )
 
 

@@ -221,6 +221,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
         f"largest relative gradient difference: {difference.relative:.1e} ({difference.parameter})\n"
         "Time is of forward and backward; peak memory is over weights and gradients.",
         markup=False,
+        soft_wrap=True,
     )
     if options.seq_len < 1024:
         console.print("(so short a sequence says little about memory and time)")

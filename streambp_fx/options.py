@@ -1,4 +1,4 @@
-"""Options of the compiler. Each has one name everywhere: keyword of `transform`, key of `options`, CLI flag."""
+"""Options of the compiler, under the same names everywhere: keyword, key of `options`, command line flag."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
             "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...))."
         )
-    had_forward = "forward" in vars(model) if not isinstance(streamed, StreamedForward) else streamed.had_forward
+    had_forward = (
+        "forward" in vars(model) if not isinstance(streamed, StreamedForward) else streamed.had_forward
+    )
     model.forward = StreamedForward(model, original, parsed, had_forward)
     return model
 
@@ -76,8 +78,8 @@ def schedule(model: nn.Module) -> Schedule | None:
 class StreamedForward:
     """Takes the place of a model's `forward`: streamed in training, the original otherwise.
 
-    It lives in the instance and not in the class, holds no parameters, and is no module: names, state dict and
-    saved files do not change. A copy of the model gets a copy that streams the copy.
+    It lives in the instance and not in the class, holds no parameters, and is no module: names, state dict
+    and saved files do not change. A copy of the model gets a copy that streams the copy.
     """
 
     def __init__(self, model: nn.Module, original: Any, options: Options, had_forward: bool) -> None:
@@ -101,7 +103,9 @@ class StreamedForward:
 
     def _train(self, inputs: dict[str, Any]) -> Any:
         if "use_cache" in inspect.signature(self.original).parameters:
-            inputs.setdefault("use_cache", False)  # as gradient checkpointing does: nobody reads it in training
+            inputs.setdefault(
+                "use_cache", False
+            )  # as gradient checkpointing does: nobody reads it in training
         _declare_sequence(inputs)
         if self._compiled is None:
             self._compiled = self._compile()
@@ -114,7 +118,9 @@ class StreamedForward:
                 return _rebuild(self._compiled(inputs, drop))
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
-            if isinstance(cause, CompileError) or isinstance(getattr(error, "inner_exception", None), CompileError):
+            if isinstance(cause, CompileError) or isinstance(
+                getattr(error, "inner_exception", None), CompileError
+            ):
                 raise getattr(error, "inner_exception", cause) from error
             raise CaptureError(_in_plain_words(self.model, error)) from error
 
@@ -128,7 +134,7 @@ class StreamedForward:
             if isinstance(output, dict):
                 return type(output), {k: v for k, v in output.items() if k != "logits"}
             if dataclasses.is_dataclass(output):
-                fields = type(output).__dataclass_fields__
+                fields = type(output).__dataclass_fields__  # type: ignore[union-attr]
                 return type(output), {k: getattr(output, k) for k in fields if k != "logits"}
             output.logits = None
             return output

@@ -11,7 +11,7 @@ def refuse_double_backward() -> None:
     """Raise in a backward that is itself being differentiated."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "double backward is not supported by streambp_fx: the streamed backward keeps no graph of itself. "
+            "double backward is not supported by streambp_fx: the streamed backward keeps no graph. "
             "Call streambp_fx.restore(model) for a model whose gradient must be differentiated."
         )
 

@@ -17,7 +17,7 @@ from ..passes.objective import is_linear
 from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers
 from .head import OneSweepHead
-from .streamed import SegmentRunner, Step, StreamedSegment, Values
+from .streamed import SegmentRunner, Step, StreamedSegment
 from .whole import WholeSegment
 
 aten = torch.ops.aten
@@ -33,7 +33,9 @@ class Executor:
         dropped: positions of graph outputs that nobody wants (None is returned for them).
     """
 
-    def __init__(self, facts: Facts, chunk: int, loss_chunk: int, dropped: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, facts: Facts, chunk: int, loss_chunk: int, dropped: frozenset[int] = frozenset()
+    ) -> None:
         self.facts = facts
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: _attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
@@ -70,11 +72,10 @@ class Executor:
         sizes: dict[sympy.Symbol, int] = {}
         for node, value in zip(self.placeholders, inputs, strict=True):
             declared = node.meta["val"]
-            if isinstance(declared, torch.Tensor):
-                pairs = zip(declared.shape, value.shape, strict=True)
-            else:
-                pairs = iter([(declared, value)])
-            for symbol, actual in pairs:
+            tensor = isinstance(declared, torch.Tensor)
+            for symbol, actual in zip(
+                *((declared.shape, value.shape) if tensor else ([declared], [value])), strict=True
+            ):
                 if isinstance(symbol, torch.SymInt) and isinstance(expression(symbol), sympy.Symbol):
                     sizes[expression(symbol)] = int(actual)
         return sizes
@@ -109,7 +110,12 @@ class Executor:
         return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers())
 
     def _run_segment(
-        self, segment: Segment, runner: Any, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step
+        self,
+        segment: Segment,
+        runner: Any,
+        values: dict[Any, Any],
+        sizes: dict[sympy.Symbol, int],
+        step: Step,
     ) -> None:
         if isinstance(runner, Subgraph):
             given = [self._value(n, values, sizes) for n in runner.inputs]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..passes.chunk import State, narrow
-from ..passes.ir import Axis, Facts, Reach, Segment, tensors_of, shape_of
+from ..passes.chunk import narrow
+from ..passes.ir import Axis, Facts, Reach, Segment, shape_of, tensors_of
 from ..passes.segment import row_axis
 from ..passes.vjp import Extent, SegmentPrograms
 from .common import OwnedBuffers, refuse_double_backward, split_rows
@@ -52,7 +52,9 @@ class SegmentRunner:
         }
         self.diff_outputs = [twins[n] for n in programs.diff_outputs]
         self.diff_rows = [segment.rows[self.model.rows.index(n)] for n in programs.diff_rows]
-        self.diff_constants = [segment.constants[self.model.constants.index(n)] for n in programs.diff_constants]
+        self.diff_constants = [
+            segment.constants[self.model.constants.index(n)] for n in programs.diff_constants
+        ]
 
     # ---- sizes
 
@@ -93,7 +95,9 @@ class SegmentRunner:
         states = list(self.programs.states.values())
         args += [b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.states, strict=True)]
         if kind in ("joint", "loss", "state_joint"):
-            args += [b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.gradients, strict=True)]
+            args += [
+                b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.gradients, strict=True)
+            ]
         if kind in ("joint", "loss"):
             pairs = zip(self.diff_outputs, given.cotangents, strict=True)
             args += [self.rows_of(n, v, rows) for n, v in pairs]
@@ -169,7 +173,9 @@ class SegmentRunner:
             self._finish_states(step, given, extents, gradients)
         return gradients
 
-    def _finish_states(self, step: Step, given: Values, extents: list[Extent], gradients: list[Tensor]) -> None:
+    def _finish_states(
+        self, step: Step, given: Values, extents: list[Extent], gradients: list[Tensor]
+    ) -> None:
         """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
         for index, extent in enumerate(extents):
             values = self.call("state_joint", extent.own(), step, index, given)
@@ -206,7 +212,11 @@ class StreamedSegment(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         outputs = tuple(runner.forward(step, values, tensors[0]))
         ctx.set_materialize_grads(False)
-        frozen = [o for n, o in zip(runner.segment.outputs, outputs, strict=True) if n not in runner.facts.needs_grad]
+        frozen = [
+            o
+            for n, o in zip(runner.segment.outputs, outputs, strict=True)
+            if n not in runner.facts.needs_grad
+        ]
         ctx.mark_non_differentiable(*frozen)
         return outputs
 

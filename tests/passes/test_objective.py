@@ -1,0 +1,40 @@
+"""One sweep where the epilogue is linear in the rows, two where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import OneLayer, facts_of
+from streambp_fx.passes.ir import Kind
+from streambp_fx.passes.objective import is_linear
+from torch import Tensor
+
+
+def log_probabilities(model: OneLayer, ids: Tensor) -> Tensor:
+    logits = model(ids).float()
+    return -F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
+
+
+LINEAR = {
+    "mean": lambda rows, ids: -rows.mean(),
+    "masked mean": lambda rows, ids: -(rows * (ids > 3)).sum() / (ids > 3).sum(),
+    "weights and shift": lambda rows, ids: ((1 - rows) * ids.float())[:, 1:].sum() * 0.3,
+}
+NOT_LINEAR = {
+    "square": lambda rows, ids: rows.square().mean(),
+    "sigmoid of a difference": lambda rows, ids: -F.logsigmoid(rows[0].sum() - rows[1].sum()),
+    "product": lambda rows, ids: (rows * rows.detach().exp()).mean() + rows.exp().mean(),
+    "quotient": lambda rows, ids: rows.sum() / (1 + rows.sum().abs()),
+}
+
+
+@pytest.mark.parametrize("name, expected", [*((n, True) for n in LINEAR), *((n, False) for n in NOT_LINEAR)])
+def test_linearity(name: str, expected: bool) -> None:
+    torch.manual_seed(0)
+    model = OneLayer(lambda m, x: x)
+    objective = {**LINEAR, **NOT_LINEAR}[name]
+    facts = facts_of(lambda ids: objective(log_probabilities(model, ids), ids), torch.randint(0, 11, (2, 13)))
+    (target,) = next(n for n in facts.nodes if n.op == "output").args[0]
+    assert facts.kinds[target] is Kind.REDUCED
+    assert is_linear(facts, facts.segments[-1].outputs, target) is expected
