@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .attention import StateRead
-from .capture import SymbolTable
+from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader, narrow
 from .ir import Facts, Segment, expression, shape_of, tensors_of
 from .lower import Lowered, lower
@@ -183,7 +183,7 @@ def _trace(
     owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]
 ) -> Program:
     facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = new_fake_mode()
     assert mode.shape_env is not None
     table = SymbolTable(mode.shape_env)
     fakes = _Fakes(facts, slots, extent, table, mode, args)
