@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from . import attention, masks
 from .ir import Axis, Facts, Kind, Role, Segment, evaluate_size, operands, shape_of, tensors_of
+from .normalize import grouped_source
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import pointwise_ops
 
@@ -74,7 +75,7 @@ def find_states(facts: Facts, segment: Segment) -> list[State]:
     found: dict[Node, State] = {}
     inside = set(segment.nodes)
     for mixing in segment.mixings:
-        for operand in mixing.columns:
+        for operand in [n for n, r in edges(facts, mixing.node, Role.ROW) if r is Role.COLUMN]:
             best = node = operand
             while node.target in VIEW_ONLY and isinstance(node.args[0], Node) and node.args[0] in inside:
                 node = node.args[0]
@@ -105,7 +106,27 @@ def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
         call = sdpa_arguments(node)
         return [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
     left, right = node.args[-2:] if node.target is not aten.baddbmm.default else node.args[1:3]
-    return [(left, role), (right, Role.COLUMN)]
+    grouped = grouped_columns(node)
+    return [(left, role), (right if grouped is None else grouped.source, Role.COLUMN)]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A product with heads that were repeated: `source` before it, `groups` times, then transposed or not."""
+
+    source: Node
+    groups: int
+    transposed: bool
+
+
+def grouped_columns(node: Node) -> Grouped | None:
+    """How a product reads repeated heads, if it does: they are not repeated over the columns."""
+    if node.target is not aten.matmul.default or not isinstance(node.args[1], Node):
+        return None
+    right = node.args[1]
+    transposed = right.target is aten.transpose.int and {d % 4 for d in right.args[1:]} == {2, 3}
+    found = grouped_source(right.args[0] if transposed else right)
+    return None if found is None else Grouped(found[0], found[1], transposed)
 
 
 class ChunkProgram:
@@ -145,11 +166,11 @@ class ChunkProgram:
         for node, role in self.needed:
             for operand, wanted in edges(self.facts, node, role):
                 if wanted is Role.COLUMN and role is Role.ROW:
-                    for state in self._sources(operand):
+                    for state in self.sources(operand):
                         count[state] = count.get(state, 0) + 1
         return count
 
-    def _sources(self, node: Node) -> list[Node]:
+    def sources(self, node: Node) -> list[Node]:
         while node not in self.states and node.target in VIEW_ONLY:
             node = node.args[0]
         return [node] if node in self.states else []
@@ -165,7 +186,7 @@ class ChunkProgram:
             reader: how a state is read.
             seed: seed of the chunk's random ops.
         """
-        return _Evaluation(self, bindings, ranges, reader, seed).targets()
+        return Evaluation(self, bindings, ranges, reader, seed).targets()
 
 
 class StateReader:
@@ -180,7 +201,7 @@ class StateReader:
         return None
 
 
-class _Evaluation:
+class Evaluation:
     def __init__(
         self,
         program: ChunkProgram,
@@ -315,7 +336,7 @@ def narrow(value: Tensor, dim: int, axis: Axis, start: Size, length: Size, total
     return split.narrow(dim + 1, start, length).flatten(dim, dim + 2)
 
 
-EMIT: dict[Any, Callable[[_Evaluation, Node, Role], Any]] = {}
+EMIT: dict[Any, Callable[[Evaluation, Node, Role], Any]] = {}
 
 
 def emit(*ops: Any) -> Callable:
@@ -327,122 +348,3 @@ def emit(*ops: Any) -> Callable:
         return function
 
     return register
-
-
-@emit(*RESHAPES)
-def reshape(run: _Evaluation, node: Node, role: Role) -> Tensor:
-    return run.operand(node.args[0], role).reshape(run.local_shape(node, role))
-
-
-@emit(*EXPANDS)
-def expand(run: _Evaluation, node: Node, role: Role) -> Tensor:
-    return run.operand(node.args[0], role).expand(run.local_shape(node, role))
-
-
-@emit(aten.dropout.default)
-def dropout(run: _Evaluation, node: Node, role: Role) -> Tensor:
-    return run.dropout(run.operand(node.args[0], role), node.args[1])
-
-
-@emit(aten.baddbmm.default)
-def baddbmm(run: _Evaluation, node: Node, role: Role) -> Tensor:
-    bias, left, right = node.args[:3]
-    addend = run.operand(bias, role, run.facts.layouts[node])
-    right_role = Role.COLUMN if node in run.facts.mixings else role
-    product = run.operand(left, role), run.operand(right, right_role)
-    alpha, beta = (node.kwargs.get(k, 1) for k in ("alpha", "beta"))
-    scores = torch.bmm(*product)
-    scores = scores if alpha == 1 else scores * alpha
-    return scores + (addend if beta == 1 else addend * beta)
-
-
-@emit(aten.scaled_dot_product_attention.default)
-def scaled_dot_product_attention(run: _Evaluation, node: Node, role: Role) -> Tensor:
-    """By blocks where the mask is plain causal, else under the chunk's own rows of the mask."""
-    call = sdpa_arguments(node)
-    query = run.operand(call["query"], role)
-    mask_node = call["attn_mask"]
-    causal = call["is_causal"] or mask_node in run.program.plain
-    mask = _mask_rows(run, mask_node) if mask_node is not None and not causal else None
-    in_place = _in_place(run, call["key"], call["value"]) if call["dropout_p"] == 0.0 else None
-    if in_place is not None and attention.flash_applies(query, in_place[2], in_place[3]):
-        bias = attention.additive(mask, query)
-        extra = (bias, run.ranges.prefix, causal, call["scale"])
-        return attention.PrefixAttention.apply(query, *in_place, *extra)[0]
-    key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
-    if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
-        return _attend_on_columns(run, query, key, value, mask, causal, call["scale"])
-    if causal:
-        mask = _causal_block(run, query)
-    drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
-    return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
-
-
-def _attend_on_columns(
-    run: _Evaluation, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: Any
-) -> Tensor:
-    """Without gradient buffers: in the forward, or where reads are differentiated as columns."""
-    mask = attention.additive(mask, query)
-    if not torch.is_grad_enabled():
-        return attention.attend(query, key, value, mask, run.ranges.prefix, causal, scale)[0]
-    if causal:
-        mask = attention.additive(_causal_block(run, query), query)
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-
-
-def _causal_block(run: _Evaluation, query: Tensor) -> Tensor:
-    ranges = run.ranges
-    return attention.causal_block(ranges.prefix, ranges.rows, ranges.columns, query.device)
-
-
-def _mask_rows(run: _Evaluation, mask: Node) -> Tensor:
-    rank = tensors_of(mask)[0].dim()
-    axes = (*(None,) * max(0, rank - 2), Axis(), Axis(Role.COLUMN))[-rank:]
-    return run.operand(mask, Role.ROW, axes)
-
-
-def _in_place(run: _Evaluation, key: Node, value: Node) -> list[Tensor] | None:
-    """Operands of an attention that adds to the state-gradient buffers itself.
-
-    Own key and value rows, the columns of both, their gradient buffers shaped alike, and the own rows of
-    these. None where gradients are not kept in place, a state has several readers, or more than a view lies
-    between a state and the attention.
-    """
-    own, columns, gradients, own_gradients = [], [], [], []
-    for node in (key, value):
-        sources = run.program._sources(node)
-        if len(sources) != 1 or run.program.readers.get(sources[0], 0) != 1:
-            return None
-        buffers = run.reader.buffers_of(run.program.states[sources[0]])
-        if buffers is None:
-            return None
-        views = [_as_view(run, node, sources[0], b) for b in buffers[:2]]
-        if views[0] is None or views[1] is None:
-            return None
-        own.append(run.values[sources[0], Role.ROW])
-        columns.append(views[0])
-        gradients.append(views[1])
-        own_gradients.append(buffers[2])
-    return [*own, *columns, *gradients, *own_gradients]
-
-
-def _as_view(run: _Evaluation, node: Node, source: Node, buffer: Tensor) -> Tensor | None:
-    """The ops between a state and its reader, applied to another buffer, if all of them are views."""
-    chain = []
-    while node is not source:
-        chain.append(node)
-        node = node.args[0]
-    value = buffer
-    for step in reversed(chain):
-        if step.target in RESHAPES:
-            try:
-                value = value.view(run.local_shape(step, Role.COLUMN))
-            except RuntimeError:  # not a view of this buffer
-                return None
-        elif step.target in (aten.transpose.int, aten.permute.default, aten.unsqueeze.default):
-            value = step.target(value, *step.args[1:])
-        else:
-            return None
-    return value

@@ -62,10 +62,20 @@ def masked() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("family", "impl"), CASES)
 def test_float64(family: str, impl: str) -> None:
-    batches = {**lengths(), **masked()}
+    """Every kind of batch on the attention the family prefers; the mask and a ragged end on the other."""
     if impl == impls(family)[0]:
-        batches["batch 1"] = plain(1, 67)
+        batches = {**lengths(), **masked()}
+    else:
+        batches = {"T=67": plain(2, 67), "left padding": padded(67, "left"), "right": padded(65, "right")}
     _, streamed = check_exact(functools.partial(build, family, impl), batches)
+    assert_all_chunked(streamed)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "falcon"])
+def test_one_sample(family: str) -> None:
+    _, streamed = check_exact(
+        functools.partial(build, family), {"batch 1": plain(1, 67), "T=17": plain(1, 17)}
+    )
     assert_all_chunked(streamed)
 
 

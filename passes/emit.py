@@ -1,0 +1,152 @@
+"""emit: how ops are written in a chunk program where they are not simply themselves.
+
+Views take the sizes of the chunk; products with repeated heads do not repeat them; attention goes by blocks.
+One small function an op, registered with `@emit(op)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from . import attention
+from .chunk import EXPANDS, RESHAPES, Evaluation, emit, grouped_columns
+from .ir import Axis, Role, tensors_of
+from .rules.contractions import sdpa_arguments
+
+aten = torch.ops.aten
+
+
+@emit(*RESHAPES)
+def reshape(run: Evaluation, node: Node, role: Role) -> Tensor:
+    return run.operand(node.args[0], role).reshape(run.local_shape(node, role))
+
+
+@emit(*EXPANDS)
+def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
+    return run.operand(node.args[0], role).expand(run.local_shape(node, role))
+
+
+@emit(aten.dropout.default)
+def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
+    return run.dropout(run.operand(node.args[0], role), node.args[1])
+
+
+@emit(aten.matmul.default)
+def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """With grouped heads, the query heads of a group are rows of one product with the group's columns."""
+    grouped = grouped_columns(node) if node in run.facts.mixings else None
+    if grouped is None:
+        return run.call(node, role, None)
+    left, right = run.operand(node.args[0], role), run.operand(grouped.source, Role.COLUMN)
+    batch, heads, rows, inner = left.shape
+    folded = left.reshape(batch, heads // grouped.groups, grouped.groups * rows, inner)
+    product = folded @ (right.transpose(2, 3) if grouped.transposed else right)
+    return product.reshape(batch, heads, rows, product.shape[-1])
+
+
+@emit(aten.baddbmm.default)
+def baddbmm(run: Evaluation, node: Node, role: Role) -> Tensor:
+    bias, left, right = node.args[:3]
+    addend = run.operand(bias, role, run.facts.layouts[node])
+    right_role = Role.COLUMN if node in run.facts.mixings else role
+    product = run.operand(left, role), run.operand(right, right_role)
+    alpha, beta = (node.kwargs.get(k, 1) for k in ("alpha", "beta"))
+    scores = torch.bmm(*product)
+    scores = scores if alpha == 1 else scores * alpha
+    return scores + (addend if beta == 1 else addend * beta)
+
+
+@emit(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """By blocks where the mask is plain causal, else under the chunk's own rows of the mask."""
+    call = sdpa_arguments(node)
+    query = run.operand(call["query"], role)
+    mask_node = call["attn_mask"]
+    causal = call["is_causal"] or mask_node in run.program.plain
+    mask = _mask_rows(run, mask_node) if mask_node is not None and not causal else None
+    in_place = _in_place(run, call["key"], call["value"]) if call["dropout_p"] == 0.0 else None
+    if in_place is not None and attention.flash_applies(query, in_place[2], in_place[3]):
+        bias = attention.additive(mask, query)
+        extra = (bias, run.ranges.prefix, causal, call["scale"])
+        return attention.PrefixAttention.apply(query, *in_place, *extra)[0]
+    key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
+    if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
+        return _attend_on_columns(run, query, key, value, mask, causal, call["scale"])
+    if causal:
+        mask = _causal_block(run, query)
+    drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
+    return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
+
+
+def _attend_on_columns(
+    run: Evaluation, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: Any
+) -> Tensor:
+    """Without gradient buffers: in the forward, or where reads are differentiated as columns."""
+    mask = attention.additive(mask, query)
+    if not torch.is_grad_enabled():
+        return attention.attend(query, key, value, mask, run.ranges.prefix, causal, scale)[0]
+    if causal:
+        mask = attention.additive(_causal_block(run, query), query)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _causal_block(run: Evaluation, query: Tensor) -> Tensor:
+    ranges = run.ranges
+    return attention.causal_block(ranges.prefix, ranges.rows, ranges.columns, query.device)
+
+
+def _mask_rows(run: Evaluation, mask: Node) -> Tensor:
+    rank = tensors_of(mask)[0].dim()
+    axes = (*(None,) * max(0, rank - 2), Axis(), Axis(Role.COLUMN))[-rank:]
+    return run.operand(mask, Role.ROW, axes)
+
+
+def _in_place(run: Evaluation, key: Node, value: Node) -> list[Tensor] | None:
+    """Operands of an attention that adds to the state-gradient buffers itself.
+
+    Own key and value rows, the columns of both, their gradient buffers shaped alike, and the own rows of
+    these. None where gradients are not kept in place, a state has several readers, or more than a view lies
+    between a state and the attention.
+    """
+    own, columns, gradients, own_gradients = [], [], [], []
+    for node in (key, value):
+        sources = run.program.sources(node)
+        if len(sources) != 1 or run.program.readers.get(sources[0], 0) != 1:
+            return None
+        buffers = run.reader.buffers_of(run.program.states[sources[0]])
+        if buffers is None:
+            return None
+        views = [_as_view(run, node, sources[0], b) for b in buffers[:2]]
+        if views[0] is None or views[1] is None:
+            return None
+        own.append(run.values[sources[0], Role.ROW])
+        columns.append(views[0])
+        gradients.append(views[1])
+        own_gradients.append(buffers[2])
+    return [*own, *columns, *gradients, *own_gradients]
+
+
+def _as_view(run: Evaluation, node: Node, source: Node, buffer: Tensor) -> Tensor | None:
+    """The ops between a state and its reader, applied to another buffer, if all of them are views."""
+    chain = []
+    while node is not source:
+        chain.append(node)
+        node = node.args[0]
+    value = buffer
+    for step in reversed(chain):
+        if step.target in RESHAPES:
+            try:
+                value = value.view(run.local_shape(step, Role.COLUMN))
+            except RuntimeError:  # not a view of this buffer
+                return None
+        elif step.target in (aten.transpose.int, aten.permute.default, aten.unsqueeze.default):
+            value = step.target(value, *step.args[1:])
+        else:
+            return None
+    return value
