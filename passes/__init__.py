@@ -50,20 +50,18 @@ class PassError(Exception):
         self.name, self.cause = name, cause
 
 
-def analyze(
-    module: torch.fx.GraphModule, example_inputs: Sequence[Any], sequence_inputs: Any = None
-) -> Facts:
+def analyze(module: torch.fx.GraphModule, example_inputs: Sequence[Any], one_length: bool = False) -> Facts:
     """Run the passes from capture to share on what Dynamo hands to a backend.
 
     Args:
         module: the Dynamo graph.
         example_inputs: its inputs.
-        sequence_inputs: not used yet; the sequence is the one symbol of the graph's input sizes.
+        one_length: all dynamic sizes of the inputs that are equal are the one sequence length.
 
     Raises:
         PassError: a pass failed.
     """
-    captured: CapturedGraph = _timed("capture", capture, module, example_inputs)
+    captured: CapturedGraph = _timed("capture", capture, module, example_inputs, one_length)
     captured = _timed("normalize", normalize, captured)
     facts: Facts = _timed("axes", axes, captured, sequence_symbol(captured))
     for name, function in PASSES:

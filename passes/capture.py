@@ -43,6 +43,7 @@ class SymbolTable:
     def __init__(self, shape_env: ShapeEnv) -> None:
         self.shape_env = shape_env
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
+        self._lengths: dict[int, torch.SymInt] = {}
         self.hints: dict[sympy.Symbol, int] = {}
 
     def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:
@@ -54,6 +55,21 @@ class SymbolTable:
         if isinstance(symbol, sympy.Symbol):
             self.hints[symbol] = hint
         return value
+
+    def unify(self, value: int | torch.SymInt) -> None:
+        """Give a size of an input the symbol of the other inputs' sizes that equal it.
+
+        NOTE [one sequence length]: Dynamo gives each input's length a symbol of its own, and they stay apart
+        if the model never demands that they be equal. Here they are one; that they are equal in every later
+        call is checked at run time.
+        """
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            hint = _hint(value, value.node.expr)
+            if hint not in self._lengths:
+                self._lengths[hint] = self._symbols.setdefault(
+                    value.node.expr, self.new(str(value.node.expr), hint)
+                )
+            self._symbols[value.node.expr] = self._lengths[hint]
 
     def translate(self, value: int | torch.SymInt) -> int | torch.SymInt:
         """The size `value` of the incoming graph as a size of the new environment."""
@@ -102,7 +118,9 @@ def new_fake_mode() -> FakeTensorMode:
     return mode
 
 
-def capture(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CapturedGraph:
+def capture(
+    module: torch.fx.GraphModule, example_inputs: Sequence[object], one_length: bool = False
+) -> CapturedGraph:
     """Retrace a Dynamo graph to pre-dispatch ATen under a fake mode of its own.
 
     NOTE [fresh fake mode]: Dynamo's fake inputs belong to Dynamo's mode and cannot be mixed with
@@ -112,12 +130,16 @@ def capture(module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> C
     Args:
         module: what Dynamo hands to a backend.
         example_inputs: its inputs (real or fake tensors, ints, SymInts).
+        one_length: inputs whose dynamic sizes are equal share one symbol.
     """
     mode = new_fake_mode()
     assert mode.shape_env is not None
     table = SymbolTable(mode.shape_env)
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
+    for value in examples if one_length else ():
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            table.unify(size)
     inputs = [_fake_input(value, table, mode) for value in examples]
     with mode, fx_traceback.preserve_node_meta():
         traced = make_fx(Retrace(module).run, pre_dispatch=True, tracing_mode="real")(*inputs)

@@ -184,18 +184,30 @@ def slice_before_widening(graph: Graph, node: Node) -> Node | None:
 
     Also through elementwise ops of one tensor, so that `logits[:, :-1]` becomes a slice of hidden states.
     """
+    chain: list[Node] = []
     source, dim, *rest = node.args
-    if not isinstance(source, Node) or len(source.users) > 1 or dim is None:
+    if dim is None or not isinstance(source, Node):
         return None
     dim %= len(shape_of(source))
+    while _rows_pass_through(source, dim, chain[-1] if chain else node):
+        chain.append(source)
+        source = source.args[0]
+    if not chain:
+        return None
+    result = insert(graph, node, aten.slice.Tensor, source, dim, *rest)
+    for op in reversed(chain):
+        result = insert(graph, node, op.target, result, *op.args[1:], **op.kwargs)
+    return result
+
+
+def _rows_pass_through(source: Node, dim: int, user: Node) -> bool:
+    """True if an op, read by `user` alone, makes row i of its result from row i of its first operand."""
+    if set(source.users) != {user} or not source.args or not _is_dynamic(shape_of(source)[dim]):
+        return False
     tensors = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     product = source.target is aten.linear.default and dim < len(shape_of(source)) - 1
     unary = source.target in ELEMENTWISE and len(tensors) == 1 and shape_of(tensors[0]) == shape_of(source)
-    if not (product or unary) or not _is_dynamic(shape_of(source)[dim]) or source.args[0] is not tensors[0]:
-        return None
-    inner = insert(graph, node, aten.slice.Tensor, source.args[0], dim, *rest)
-    pushed = slice_before_widening(graph, inner) or inner
-    return insert(graph, node, source.target, pushed, *source.args[1:], **source.kwargs)
+    return (product or unary) and source.args[0] is tensors[0]
 
 
 def _is_dynamic(size: sympy.Expr) -> bool:

@@ -146,6 +146,9 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
             cut = _like_the_last(order, cuts, near, cut)
         cuts.append(cut)
+    # a slice of rows stands alone: before it and after it there are two sequences of different length
+    around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
+    cuts = sorted({*cuts, *(p for p in around if 0 < p < len(order) and not math.isinf(costs[p]))})
     return cuts, _epilogue(facts, order, costs, head, cuts)
 
 

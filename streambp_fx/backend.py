@@ -18,6 +18,8 @@ from .passes.normalize import MutationError
 from .runtime.executor import Executor
 from .schedule import Schedule
 
+FALL_BACK = "Call streambp_fx.restore(model) to train it unstreamed, and please report this."
+
 
 def compile_graph(
     module: torch.fx.GraphModule,
@@ -37,13 +39,13 @@ def compile_graph(
         CompileError: a pass failed.
     """
     try:
-        facts = analyze(module, example_inputs)
+        facts = analyze(module, example_inputs, one_length=True)
     except PassError as error:
         if isinstance(error.cause, MutationError):
             line = source_line(error.cause.node)
             _warn(f"the model runs unstreamed: {error.cause} ({line})")
             return module
-        raise CompileError(f"{error}. Call streambp_fx.restore(model) to train it unstreamed.") from error
+        raise CompileError(f"{error}. {FALL_BACK}") from error
     if facts.sequence is None or not facts.segments:
         if report is not None:
             report(Schedule(facts, options))
@@ -54,8 +56,10 @@ def compile_graph(
     if report is not None:
         report(schedule)
     _warn_unchunked(facts)
-    executor = Executor(facts, options.rows, options.loss_chunk)
-    return executor
+    try:
+        return Executor(facts, options.rows, options.loss_chunk)
+    except Exception as error:
+        raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error
 
 
 def _is_long(facts: Facts) -> bool:

@@ -77,7 +77,12 @@ class Executor:
                 *((declared.shape, value.shape) if tensor else ([declared], [value])), strict=True
             ):
                 if isinstance(symbol, torch.SymInt) and isinstance(expression(symbol), sympy.Symbol):
-                    sizes[expression(symbol)] = int(actual)
+                    known = sizes.setdefault(expression(symbol), int(actual))
+                    if known != actual:
+                        raise ValueError(
+                            f"the inputs have different sequence lengths, {known} and {int(actual)}; "
+                            "a streamed model takes them to be equal"
+                        )
         return sizes
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:

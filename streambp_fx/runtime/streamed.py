@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.chunk import narrow
+from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, Reach, Segment, shape_of, tensors_of
 from ..passes.segment import row_axis
-from ..passes.vjp import Extent, SegmentPrograms
+from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers, refuse_double_backward, split_rows
 
 
