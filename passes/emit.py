@@ -75,7 +75,7 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
         return attention.PrefixAttention.apply(query, *in_place, *extra)[0]
     key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
     if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
-        return _attend_on_columns(run, query, key, value, mask, causal, call["scale"])
+        return _attend_on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
     if causal:
         mask = _causal_block(run, query)
     drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
@@ -83,17 +83,29 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
 
 
 def _attend_on_columns(
-    run: Evaluation, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: Any
+    run: Evaluation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
 ) -> Tensor:
-    """Without gradient buffers: in the forward, or where reads are differentiated as columns."""
+    """Without gradient buffers: in the forward, or where reads are differentiated as columns.
+
+    NOTE [the kernel that eager uses]: where every score of a row is the same huge negative number, kernels
+    differ in more than rounding, so the same one is taken: heads that are broadcast and not declared as
+    grouped make PyTorch fall back to plain products.
+    """
     mask = attention.additive(mask, query)
     if not torch.is_grad_enabled():
         return attention.attend(query, key, value, mask, run.ranges.prefix, causal, scale)[0]
     if causal:
         mask = attention.additive(_causal_block(run, query), query)
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    if query.shape[1] != key.shape[1] and not grouped:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    return attention.flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)[0]
 
 
 def _causal_block(run: Evaluation, query: Tensor) -> Tensor:

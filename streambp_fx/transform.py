@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,6 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from .backend import compile_graph
 from .errors import CaptureError, CompileError
@@ -46,7 +53,7 @@ def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn
         raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
     streamed = vars(model).get("forward")
     original = streamed.original if isinstance(streamed, StreamedForward) else model.forward
-    if "input_ids" not in inspect.signature(original).parameters:
+    if "input_ids" not in _signature(model, original).parameters:
         raise CaptureError(
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
             "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...))."
@@ -56,6 +63,14 @@ def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn
     )
     model.forward = StreamedForward(model, original, parsed, had_forward)
     return model
+
+
+def _signature(model: nn.Module, forward: Any) -> inspect.Signature:
+    """Signature of a forward; that of the class where somebody wrapped it with `*args, **kwargs`."""
+    found = inspect.signature(forward)
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
+        return inspect.signature(types.MethodType(type(model).forward, model))
+    return found
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -86,29 +101,52 @@ class StreamedForward:
         self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
+        self._modes: list[Any] = []
         functools.update_wrapper(self, original, updated=())
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.original)
+        return _signature(self.model, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.model.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        bound = inspect.signature(self.original).bind(*args, **kwargs).arguments
+        bound = self.__signature__.bind(*args, **kwargs).arguments
         bound = {k: v for k, v in bound.items() if v is not None and k != "kwargs"} | bound.get("kwargs", {})
         return self._train(bound)
 
     def _train(self, inputs: dict[str, Any]) -> Any:
-        if "use_cache" in inspect.signature(self.original).parameters:
+        if "use_cache" in self.__signature__.parameters:
             inputs.setdefault(
                 "use_cache", False
             )  # as gradient checkpointing does: nobody reads it in training
         _declare_sequence(inputs)
         if self._compiled is None:
             self._compiled = self._compile()
+        modes = _get_current_dispatch_mode_stack()
+        if modes:
+            return self._train_under(modes, inputs)
+        return self._call(inputs)
+
+    def _train_under(self, modes: list[Any], inputs: dict[str, Any]) -> Any:
+        """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
+        self._modes = modes
+        try:
+            with _disable_current_modes():
+                return self._call(inputs)
+        finally:
+            self._modes = []
+
+    def _run(self, executor: Any, *inputs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for mode in self._modes:
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            return executor(*inputs)
+
+    def _call(self, inputs: dict[str, Any]) -> Any:
         drop = self.options.logits == "drop" and inputs.get("labels") is not None
         settings = torch._dynamo.config.patch(
             ignore_logging_functions=set(LOGGERS), allow_unspec_int_on_nn_module=True
@@ -162,7 +200,8 @@ def _rebuild(output: Any) -> Any:
 
 
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
-    return compile_graph(module, example_inputs, owner.options, owner.schedules.append)
+    executor = compile_graph(module, example_inputs, owner.options, owner.schedules.append)
+    return functools.partial(owner._run, executor)
 
 
 def _declare_sequence(inputs: dict[str, Any]) -> None:

@@ -209,8 +209,8 @@ class StreamedSegment(torch.autograd.Function):
     def forward(ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], *tensors: Tensor) -> tuple:
         count = len(runner.segment.rows)
         values = Values(list(tensors[:count]), list(tensors[count:]), whole)
-        ctx.runner, ctx.step, ctx.whole, ctx.count = runner, step, whole, count
-        ctx.save_for_backward(*tensors)
+        ctx.runner, ctx.step, ctx.count, ctx.inputs = runner, step, count, len(tensors)
+        ctx.save_for_backward(*tensors, *whole)
         outputs = tuple(runner.forward(step, values, tensors[0]))
         ctx.set_materialize_grads(False)
         frozen = [
@@ -225,8 +225,8 @@ class StreamedSegment(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         refuse_double_backward()
         runner, step = ctx.runner, ctx.step
-        saved = ctx.saved_tensors
-        values = Values(list(saved[: ctx.count]), list(saved[ctx.count :]), ctx.whole)
+        saved, whole = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
+        values = Values(list(saved[: ctx.count]), list(saved[ctx.count :]), whole)
         by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
         given = [by_node[n] for n in runner.diff_outputs]
         if all(g is None for g in given):
