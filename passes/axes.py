@@ -74,8 +74,11 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     try:
         if function is None:
             raise NotSeparable(f"no rule for {node.target}")
-        return function(context, node)
-    except NotSeparable as refusal:
+        layout = function(context, node)
+        if any(len(layout) != t.dim() for t in tensors_of(node)[:1]):
+            raise NotSeparable(f"the rule of {node.target} does not fit its result")
+        return layout
+    except (NotSeparable, ValueError, IndexError, TypeError) as refusal:  # a form the rule never met
         if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):
             facts.refusals[node] = str(refusal)
             return _healed(facts, context, node)

@@ -6,8 +6,6 @@ One small function an op, registered with `@emit(op)`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.fx import Node

@@ -158,6 +158,15 @@ def full_slice(graph: Graph, node: Node) -> Node | None:
     return source if start in (None, 0) and reaches and step in (None, 1) else None
 
 
+@rewrite(aten.cat.default)
+def cat_with_nothing(graph: Graph, node: Node) -> Node | None:
+    """An empty tensor of one dim may be joined with anything (an empty cache): it leaves no trace."""
+    parts = [p for p in node.args[0] if shape_of(p) != (0,)]
+    if len(parts) == len(node.args[0]) or not parts:
+        return None
+    return parts[0] if len(parts) == 1 else insert(graph, node, node.target, parts, *node.args[1:])
+
+
 @rewrite(aten.view.default, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
 def same_shape(graph: Graph, node: Node) -> Node | None:
     return node.args[0] if shape_of(node) == shape_of(node.args[0]) else None

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import types
+import warnings
 from typing import Any
 
 import torch
@@ -20,13 +21,17 @@ from torch.utils._python_dispatch import (
 )
 
 from .backend import compile_graph
-from .errors import CaptureError, CompileError
+from .errors import CaptureError, CompileError, StreamBPWarning
 from .options import Options
 from .schedule import Schedule
 from .versions import check_versions
 
 # Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
 SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
+
+
+# Arguments that make transformers install hooks while it runs, which Dynamo cannot capture.
+EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn.Module:
@@ -122,6 +127,11 @@ class StreamedForward:
             inputs.setdefault(
                 "use_cache", False
             )  # as gradient checkpointing does: nobody reads it in training
+        asked = [n for n in EXTRA_OUTPUTS if inputs.get(n)]
+        if asked:
+            warnings.warn(f"{', '.join(asked)}: this step runs unstreamed", StreamBPWarning, stacklevel=4)
+            return self.original(**inputs)
+        _numbers_as_tensors(inputs, self.__signature__)
         _declare_sequence(inputs)
         if self._compiled is None:
             self._compiled = self._compile()
@@ -167,7 +177,7 @@ class StreamedForward:
 
         def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
             output = self.original(**inputs)
-            if not drop_logits:
+            if not drop_logits or isinstance(output, tuple):
                 return output
             if isinstance(output, dict):
                 return type(output), {k: v for k, v in output.items() if k != "logits"}
@@ -202,6 +212,16 @@ def _rebuild(output: Any) -> Any:
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
     executor = compile_graph(module, example_inputs, owner.options, owner.schedules.append)
     return functools.partial(owner._run, executor)
+
+
+def _numbers_as_tensors(inputs: dict[str, Any], signature: inspect.Signature) -> None:
+    """Numbers that come as extra keywords (a token count) change every step: as tensors they may.
+
+    The model's own named arguments stay as they are.
+    """
+    for name, value in inputs.items():
+        if name not in signature.parameters and type(value) in (int, float):
+            inputs[name] = torch.tensor(value)
 
 
 def _declare_sequence(inputs: dict[str, Any]) -> None:

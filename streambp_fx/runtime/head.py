@@ -56,8 +56,8 @@ class OneSweepHead(torch.autograd.Function):
         refuse_double_backward()
         if ctx.gradients is None:
             raise RuntimeError(
-                "this streamed loss was differentiated before and its gradient is no longer held. Call "
-                "the model again, or restore it if one forward must be differentiated several times."
+                "this streamed loss was differentiated before, and a second time is not supported, with "
+                "retain_graph or without: its gradient is no longer held. Call the model again."
             )
         runner, scale = ctx.runner, cotangents[ctx.position]
         for gradient in ctx.gradients:
