@@ -7,12 +7,13 @@
     segment      cuts where the fewest bytes are alive, so that a segment holds one level of mixing
     share        identical segments share one set of programs
     objective    is the loss linear in its rows: one sweep over the head, or two
-    chunk        a segment as a program over one chunk: rows -> state -> rows
+    chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`)
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
     lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
 
-The first six run when a graph is captured (`analyze`). The last three run when a segment first meets a new
-kind of chunk, once for all identical segments, and `streambp_fx.runtime` calls what they make.
+The first six run when a graph is captured (`analyze`), `objective` when the schedule is built. The last
+three run when a segment first meets a new kind of chunk, once for all identical segments; what they make is
+called by `streambp_fx.runtime`.
 """
 
 from __future__ import annotations
