@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .ir import Facts, Kind, Segment, operands, tensors_of
+from .ir import Facts, Kind, Segment, tensors_of
 from .segment import closure
 
 
@@ -60,6 +60,3 @@ def _reference(facts: Facts, number: dict[Node, int], node: Node) -> str:
 
 def _value(node: Node) -> tuple:
     return tuple((tuple(str(s) for s in t.shape), t.dtype, str(t.device)) for t in tensors_of(node))
-
-
-__all__ = ["operands", "share", "signature"]

@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from ..ir import COLUMN, Axis, Kind, Layout, Mixing, NotSeparable, Reach, Role
 from . import RuleContext, forbid, merge_axis, rule
-from .pointwise import align
 
 aten = torch.ops.aten
 
@@ -91,9 +90,6 @@ def _batch(ctx: RuleContext, node: Node, left: Node, right: Node, a: Layout, b: 
     return result
 
 
-SDPA_DEFAULTS = (None, None, None, None, 0.0, False)
-
-
 def sdpa_arguments(node: Node) -> dict[str, Any]:
     """Arguments of `scaled_dot_product_attention` by name."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -119,6 +115,3 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
     reach = Reach.CAUSAL if call["is_causal"] else Reach.FULL
     ctx.mixes(Mixing(node, columns=(key, value), mask=mask, reach=reach))
     return expected
-
-
-__all__ = ["align", "sdpa_arguments"]
