@@ -1,9 +1,13 @@
 """The compiler: an ordered list of passes over one captured graph.
 
+    sequence     which sizes of the inputs are the sequence length
     capture      Dynamo graph -> one pre-dispatch ATen graph, symbolic in the sequence length
+    autocast     the casts that autocast makes inside ops, as ops
     normalize    functional form, no no-ops, grouped heads handed to the kernel, losses split into rows
     axes         which dim of each value carries the sequence, by op rules (`rules/`), never by size
     footprints   which rows a row reads: [i, i], a window, [0, i] or all; proved from the masks (`masks`)
+    order        wide values made as late as they can be
+    outputs      wide values next to a loss (logits) are not stored, but computed when somebody reads them
     segment      cuts where the fewest bytes are alive, so that a segment holds one level of mixing
     share        identical segments share one set of programs
     objective    is the loss linear in its rows: one sweep over the head, or two
@@ -18,7 +22,6 @@ called by `streambp_fx.runtime`.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,48 +29,47 @@ from typing import Any
 import sympy
 import torch
 
+from .autocast import autocast
 from .axes import axes
 from .capture import CapturedGraph, capture
 from .footprints import footprints
-from .ir import Facts, shape_of, tensors_of
+from .ir import Facts, PassError, shape_of, tensors_of
+from .log import report
 from .normalize import normalize
+from .order import order
+from .outputs import outputs
 from .segment import segment
+from .sequence import Lengths
 from .share import share
 
-log = logging.getLogger(__name__)
 
-PASSES: list[tuple[str, Callable[[Facts], Facts]]] = [
-    ("footprints", footprints),
-    ("segment", segment),
-    ("share", share),
-]
-
-
-class PassError(Exception):
-    """A pass failed; `name` says which."""
-
-    def __init__(self, name: str, cause: BaseException) -> None:
-        super().__init__(f"pass {name!r} failed: {type(cause).__name__}: {cause}")
-        self.name, self.cause = name, cause
-
-
-def analyze(module: torch.fx.GraphModule, example_inputs: Sequence[Any], one_length: bool = False) -> Facts:
+def analyze(
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    lengths: Lengths | None = None,
+    logits: str = "keep",
+) -> Facts:
     """Run the passes from capture to share on what Dynamo hands to a backend.
 
     Args:
         module: the Dynamo graph.
         example_inputs: its inputs.
-        one_length: all dynamic sizes of the inputs that are equal are the one sequence length.
+        lengths: which sizes of the inputs are the sequence length (`sequence.find_lengths`); None keeps
+            every symbol apart, and there must be only one.
+        logits: what becomes of wide outputs, see `outputs`.
 
     Raises:
         PassError: a pass failed.
     """
-    captured: CapturedGraph = _timed("capture", capture, module, example_inputs, one_length)
-    captured = _timed("normalize", normalize, captured)
-    facts: Facts = _timed("axes", axes, captured, sequence_symbol(captured))
-    for name, function in PASSES:
-        facts = _timed(name, function, facts)
-    return facts
+    captured: CapturedGraph = _run("capture", capture, module, example_inputs, lengths)
+    captured = _run("autocast", autocast, captured)
+    captured = _run("normalize", normalize, captured)
+    facts: Facts = _run("axes", axes, captured, sequence_symbol(captured))
+    facts = _run("footprints", footprints, facts)
+    facts = _run("order", order, facts)
+    facts = _run("outputs", outputs, facts, logits)
+    facts = _run("segment", segment, facts)
+    return _run("share", share, facts)
 
 
 def sequence_symbol(captured: CapturedGraph) -> sympy.Symbol | None:
@@ -80,11 +82,12 @@ def sequence_symbol(captured: CapturedGraph) -> sympy.Symbol | None:
     return next(iter(symbols)) if len(symbols) == 1 else None
 
 
-def _timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
+def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a pass: one line in the log (INFO), the program after it (DEBUG), and its name in an error."""
     start = time.perf_counter()
     try:
         result = function(*args)
     except Exception as error:
         raise PassError(name, error) from error
-    log.info("%-10s %.2f s", name, time.perf_counter() - start)
+    report(name, result, time.perf_counter() - start)
     return result

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .custom_gradient import Retrace
+from .sequence import Lengths
 
 
 @dataclass
@@ -28,48 +29,35 @@ class CapturedGraph:
         module: pre-dispatch ATen graph; every node has `meta["val"]` (a fake tensor or a SymInt).
         parameters: placeholders that are parameters of the model, with the name Dynamo gives them.
         differentiable: placeholders that require a gradient.
-        example_sizes: hint of each size symbol at capture time.
+        autocast: True if autocast was on around the graph.
     """
 
     module: torch.fx.GraphModule
     parameters: dict[torch.fx.Node, str] = field(default_factory=dict)
     differentiable: set[torch.fx.Node] = field(default_factory=set)
-    example_sizes: dict[sympy.Symbol, int] = field(default_factory=dict)
+    autocast: bool = False
 
 
 class SymbolTable:
-    """Symbolic integers of a fresh ShapeEnv, one for each symbol of the graph that came in."""
+    """Symbolic integers of a fresh ShapeEnv, made for those of the graph that came in.
 
-    def __init__(self, shape_env: ShapeEnv) -> None:
-        self.shape_env = shape_env
+    Args:
+        shape_env: the environment of the new symbols.
+        lengths: which symbols are the sequence length: they become one symbol, the others numbers. None:
+            each symbol becomes one of its own.
+    """
+
+    def __init__(self, shape_env: ShapeEnv, lengths: Lengths | None = None) -> None:
+        self.shape_env, self.lengths = shape_env, lengths
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
-        self._lengths: dict[int, torch.SymInt] = {}
-        self.hints: dict[sympy.Symbol, int] = {}
+        self._length: torch.SymInt | None = None
 
     def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:
         """A fresh symbolic integer, assumed to be at least 2 (0 for the start of a range)."""
         symbol = self.shape_env.create_symbol(
             hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=start
         )
-        value = self.shape_env.create_symintnode(symbol, hint=hint)
-        if isinstance(symbol, sympy.Symbol):
-            self.hints[symbol] = hint
-        return value
-
-    def unify(self, value: int | torch.SymInt) -> None:
-        """Give a size of an input the symbol of the other inputs' sizes that equal it.
-
-        NOTE [one sequence length]: Dynamo gives each input's length a symbol of its own, and they stay apart
-        if the model never demands that they be equal. Here they are one; that they are equal in every later
-        call is checked at run time.
-        """
-        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
-            hint = _hint(value, value.node.expr)
-            if hint not in self._lengths:
-                self._lengths[hint] = self._symbols.setdefault(
-                    value.node.expr, self.new(str(value.node.expr), hint)
-                )
-            self._symbols[value.node.expr] = self._lengths[hint]
+        return self.shape_env.create_symintnode(symbol, hint=hint)
 
     def translate(self, value: int | torch.SymInt) -> int | torch.SymInt:
         """The size `value` of the incoming graph as a size of the new environment."""
@@ -78,14 +66,24 @@ class SymbolTable:
         expression = value.node.expr
         if not expression.free_symbols:
             return int(expression)
-        for symbol in sorted(expression.free_symbols, key=str):
-            if symbol not in self._symbols:
-                hint = int(value.node.shape_env.var_to_hint_override.get(symbol, 0)) or _hint(value, symbol)
-                self._symbols[symbol] = self.new(str(symbol), hint)
-        if isinstance(expression, sympy.Symbol):
-            return self._symbols[expression]
         ordered = sorted(expression.free_symbols, key=str)
-        return sympy.lambdify(ordered, expression)(*(self._symbols[s] for s in ordered))
+        sizes = [self._size(value, s) for s in ordered]
+        return (
+            sizes[0] if isinstance(expression, sympy.Symbol) else sympy.lambdify(ordered, expression)(*sizes)
+        )
+
+    def _size(self, value: torch.SymInt, symbol: sympy.Symbol) -> int | torch.SymInt:
+        if self.lengths is not None and symbol in self.lengths.others:
+            return self.lengths.others[symbol]
+        shared = self.lengths is not None and symbol in self.lengths.sequence
+        if shared and self._length is not None:
+            return self._length
+        if symbol not in self._symbols:
+            hint = int(value.node.shape_env.var_to_hint_override.get(symbol, 0)) or _hint(value, symbol)
+            self._symbols[symbol] = self.new(str(symbol), hint)
+        if shared:
+            self._length = self._symbols[symbol]
+        return self._symbols[symbol]
 
 
 def _hint(value: torch.SymInt, symbol: sympy.Symbol) -> int:
@@ -119,7 +117,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def capture(
-    module: torch.fx.GraphModule, example_inputs: Sequence[object], one_length: bool = False
+    module: torch.fx.GraphModule, example_inputs: Sequence[object], lengths: Lengths | None = None
 ) -> CapturedGraph:
     """Retrace a Dynamo graph to pre-dispatch ATen under a fake mode of its own.
 
@@ -130,22 +128,20 @@ def capture(
     Args:
         module: what Dynamo hands to a backend.
         example_inputs: its inputs (real or fake tensors, ints, SymInts).
-        one_length: inputs whose dynamic sizes are equal share one symbol.
+        lengths: which sizes are the sequence length; None keeps every symbol apart.
     """
     mode = new_fake_mode()
     assert mode.shape_env is not None
-    table = SymbolTable(mode.shape_env)
+    table = SymbolTable(mode.shape_env, lengths)
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
-    for value in examples if one_length else ():
-        for size in value.shape if isinstance(value, torch.Tensor) else ():
-            table.unify(size)
     inputs = [_fake_input(value, table, mode) for value in examples]
     with mode, fx_traceback.preserve_node_meta():
         traced = make_fx(Retrace(module).run, pre_dispatch=True, tracing_mode="real")(*inputs)
-    result = CapturedGraph(traced, example_sizes=table.hints)
+    result = CapturedGraph(traced, autocast=is_autocast_on(traced))
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    for old, new, example in zip(nodes, placeholders, examples, strict=True):
+    for old, new, given, example in zip(nodes, placeholders, inputs, examples, strict=True):
+        new.meta.setdefault("val", given)  # a number leaves no trace of its own
         if not isinstance(example, torch.Tensor):
             continue
         if isinstance(example, torch.nn.Parameter):
@@ -153,6 +149,12 @@ def capture(
         if example.requires_grad:
             result.differentiable.add(new)
     return result
+
+
+def is_autocast_on(module: torch.fx.GraphModule) -> bool:
+    """True if autocast is on for a device of the graph's tensors."""
+    devices = {v.device.type for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
+    return any(torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d) for d in devices)
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

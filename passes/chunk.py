@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import attention, masks
-from .ir import Axis, Facts, Kind, Role, Segment, evaluate_size, operands, shape_of, tensors_of
+from .ir import Axis, Facts, Kind, PassError, Role, Segment, evaluate_size, operands, shape_of, tensors_of
 from .normalize import grouped_source
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import pointwise_ops
@@ -222,7 +222,7 @@ class Evaluation:
                 own = self.values[node, Role.ROW]
                 self.values[node, role] = self.reader.columns(self.program.states[node], own)
             else:
-                self.values[node, role] = self.evaluate(node, role)
+                self.values[node, role] = self._evaluate(node, role)
         return [self.values[n, Role.ROW] for n in self.program.targets]
 
     # ---- sizes
@@ -299,6 +299,12 @@ class Evaluation:
         return self.bound[node]
 
     # ---- nodes
+
+    def _evaluate(self, node: Node, role: Role) -> Any:
+        try:
+            return self.evaluate(node, role)
+        except Exception as error:
+            raise PassError("chunk", error, node) from error
 
     def evaluate(self, node: Node, role: Role) -> Any:
         function = EMIT.get(node.target)

@@ -90,6 +90,21 @@ class Mixing:
     window: sympy.Expr | int | None = None
 
 
+class PassError(Exception):
+    """A pass failed.
+
+    Attributes:
+        name: which pass.
+        cause: what it raised.
+        node: the op it was at, if it was at one.
+    """
+
+    def __init__(self, name: str, cause: BaseException, node: Node | None = None) -> None:
+        where = f" at {node.name} ({node.target})" if node is not None else ""
+        super().__init__(f"pass {name!r} failed{where}: {type(cause).__name__}: {cause}")
+        self.name, self.cause, self.node = name, cause, node
+
+
 class NotSeparable(Exception):
     """An op rule found that rows of the result are not made of rows of the operands alone."""
 
@@ -112,6 +127,7 @@ class Facts:
     needs_grad: set[Node] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
     epilogue: list[Node] = field(default_factory=list)
+    lazy: dict[int, Node] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
     @property

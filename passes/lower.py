@@ -1,4 +1,4 @@
-"""lower: an explicit program graph -> Python that runs on eager kernels.
+"""lower: an explicit program graph -> Python that runs on eager kernels, or on what Inductor makes of it.
 
 Dead code goes; the gradient of a parameter is added to its accumulator as soon as it is known (a product is
 added by `addmm_`, without a temporary), so that no two gradients of one parameter are alive at once.
@@ -6,7 +6,7 @@ added by `addmm_`, without a temporary), so that no two gradients of one paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,17 @@ class Lowered:
     module: GraphModule
 
 
-def lower(module: GraphModule, accumulators: int, names: list[str]) -> Lowered:
+def lower(
+    module: GraphModule, accumulators: int, names: list[str], body: str = "eager", fakes: Sequence[Any] = ()
+) -> Lowered:
     """Turn a traced program into a runnable one.
 
     Args:
         module: graph whose last `accumulators` outputs are gradients and whose last `accumulators`
             inputs are the buffers they are added to.
         names: readable names of the inputs.
+        body: "eager" or "inductor".
+        fakes: the inputs that the program was traced with (for Inductor).
     """
     graph = module.graph
     _drop_assertions(graph)
@@ -49,7 +53,20 @@ def lower(module: GraphModule, accumulators: int, names: list[str]) -> Lowered:
         node.target = node.name
     graph.lint()
     module.recompile()
-    return Lowered(module.forward, module)
+    run = module.forward if body == "eager" else _compiled_by_inductor(module, fakes)
+    return Lowered(run, module)
+
+
+def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """One compilation for all chunks: the sizes are symbols of the fake inputs.
+
+    NOTE [without Dynamo]: the program is a graph already, so Inductor is called on it directly. What it
+    assumes about the sizes becomes guards of the same ShapeEnv, which `vjp` checks for each chunk.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(module, list(fakes))  # type: ignore[return-value, arg-type]
 
 
 def _drop_assertions(graph: Graph) -> None:

@@ -112,17 +112,18 @@ def _stops(facts: Facts, order: list[Node]) -> list[int]:
 
 def _contracts(facts: Facts, piece: Segment) -> bool:
     """True if a segment multiplies by a parameter. One that does not (an embedding) is run whole."""
-    return any(_is_product(facts, n) for n in piece.nodes)
+    return any(is_product(facts, n) for n in piece.nodes)
 
 
-def _is_product(facts: Facts, node: Node) -> bool:
+def is_product(facts: Facts, node: Node) -> bool:
+    """True for a product of a streamed value and a parameter."""
     products = (aten.linear.default, aten.matmul.default, aten.addmm.default, aten.mm.default)
     return node.target in products and any(facts.kinds[n] is Kind.CONSTANT for n in operands(node))
 
 
 def _head(facts: Facts, order: list[Node], after: int) -> int | None:
     """The last product with a parameter after the last mixing op: what follows is the head."""
-    found = (k for k in range(len(order) - 1, after, -1) if _is_product(facts, order[k]))
+    found = (k for k in range(len(order) - 1, after, -1) if is_product(facts, order[k]))
     return next(found, None)
 
 
@@ -130,11 +131,13 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     costs = _alive_costs(facts, order)
     stops = _stops(facts, order)
     head = _head(facts, order, stops[-1] if stops else -1)
-    walls = [*stops, head] if head is not None else stops
+    heads = _inner_heads(facts, order, costs, stops)
+    walls = sorted({*stops, *heads, *(() if head is None else (head,))})
     gaps = [(a + 1, b) for a, b in zip([0, *walls], walls, strict=False) if b > a]
     gaps = [(max(1, a), b) for a, b in gaps if b >= max(1, a)]
     best = [min(costs[a : b + 1]) for a, b in gaps]
-    limit = EXPENSIVE * min((b for b in best if b > 0), default=math.inf)
+    usual = (c for c, (a, _) in zip(best, gaps, strict=True) if c > 0 and a - 1 not in heads)
+    limit = EXPENSIVE * min(usual, default=math.inf)
     mixing = [k for k, n in enumerate(order) if n in facts.mixings]
     cuts: list[int] = []
     for (start, stop), least in zip(gaps, best, strict=True):
@@ -150,6 +153,18 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
     cuts = sorted({*cuts, *(p for p in around if 0 < p < len(order) and not math.isinf(costs[p]))})
     return cuts, _epilogue(facts, order, costs, head, cuts)
+
+
+def _inner_heads(facts: Facts, order: list[Node], costs: list[float], stops: list[int]) -> set[int]:
+    """Heads of models that are followed by another: products after which far less is alive than before."""
+    found = set()
+    for after, before in itertools.pairwise(stops):
+        least = min(costs[after + 1 : before + 1])
+        narrow = max(k for k in range(after + 1, before + 1) if costs[k] == least)
+        products = [k for k in range(after + 1, narrow) if is_product(facts, order[k])]
+        if products and least * 4 <= min(costs[after + 1 : products[-1] + 1]) < math.inf:
+            found.add(products[-1])
+    return found
 
 
 def _like_the_last(order: list[Node], cuts: list[int], candidates: list[int], otherwise: int) -> int:
@@ -175,7 +190,7 @@ def _epilogue(facts: Facts, order: list[Node], costs: list[float], head: int | N
     width = min((costs[k] for k in cuts), default=math.inf)
     if math.isinf(least) or least * 4 > width:
         return len(order)
-    return start + costs[start:].index(least)
+    return max(k for k in range(start, len(costs)) if costs[k] == least)
 
 
 def closure(facts: Facts, nodes: list[Node], kinds: set[Kind]) -> list[Node]:

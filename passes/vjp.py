@@ -22,7 +22,7 @@ from .attention import StateRead
 from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, Extent, FakeInputs, Slots, Unpacked, input_names
-from .ir import Facts, Segment, expression, tensors_of
+from .ir import Facts, PassError, Segment, expression, tensors_of
 from .lower import Lowered, lower
 
 
@@ -83,8 +83,8 @@ class SegmentPrograms:
     state rows, once their gradient is complete).
     """
 
-    def __init__(self, facts: Facts, segment: Segment) -> None:
-        self.facts, self.segment = facts, segment
+    def __init__(self, facts: Facts, segment: Segment, body: str = "eager") -> None:
+        self.facts, self.segment, self.body = facts, segment, body
         self.programs: dict[tuple, list[Program]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
@@ -103,7 +103,12 @@ class SegmentPrograms:
         for program in found:
             if program.accepts(extent):
                 return program.lowered
-        found.append(_trace(self, kind, plain, extent, args))
+        try:
+            found.append(_trace(self, kind, plain, extent, args))
+        except PassError:
+            raise
+        except Exception as error:
+            raise PassError("vjp", error) from error
         return found[-1].lowered
 
     def slots(self, kind: str) -> Slots:
@@ -149,9 +154,8 @@ def _trace(
 
     with mode, torch.enable_grad():
         module = make_fx(traced, tracing_mode="real")(*fakes.flat)
-    guards = _guards(mode.shape_env, fakes.names)
-    count = len(slots.accumulators)
-    return Program(lower(module, accumulators=count, names=input_names(slots)), guards)
+    lowered = lower(module, len(slots.accumulators), input_names(slots), owner.body, fakes.flat)
+    return Program(lowered, _guards(mode.shape_env, fakes.names))
 
 
 def _forward(

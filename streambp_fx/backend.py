@@ -1,71 +1,194 @@
-"""Compiles what Dynamo hands over: the one door that `transform` and `torch.compile` share."""
+"""The backend "streambp": compiles what Dynamo hands over, for `torch.compile` and for `transform` alike."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
+from .dynamic import declare_dynamic, remove_declarations
 from .errors import CompileError, StreamBPWarning
 from .options import Options
 from .passes import PassError, analyze
 from .passes.axes import is_secondary
 from .passes.capture import source_line
-from .passes.ir import Facts, shape_of, tensors_of
+from .passes.ir import Facts
 from .passes.normalize import MutationError
+from .passes.sequence import Lengths, find_lengths, lengths_read, where_read
+from .runtime.common import FALL_BACK, compile_error
 from .runtime.executor import Executor
 from .schedule import Schedule
 
-FALL_BACK = "Call streambp_fx.restore(model) to train it unstreamed, and please report this."
+log = logging.getLogger(__name__)
+Report = Callable[[Schedule], None]
+# NOTE [finding schedules]: what Dynamo compiled belongs to Dynamo. `schedule(model)` finds it again by the
+# model's parameters; nothing is kept alive by this set, and nothing is decided by it.
+_compiled: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+
+
+def streambp(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend of `torch.compile(model, backend="streambp", options={...})`.
+
+    Args:
+        module: the Dynamo graph.
+        example_inputs: its inputs.
+        options: fields of `Options`; `logits` is "lazy" unless it is given.
+        mode: accepted for the sake of callers that always pass one; it changes nothing.
+
+    Raises:
+        ValueError: an option is unknown or has a value that is not allowed.
+        CompileError: a pass failed.
+    """
+    parsed = Options.parse({"logits": "lazy", **(options or {})})
+    return compile_graph(module, example_inputs, parsed)
 
 
 def compile_graph(
-    module: torch.fx.GraphModule,
+    module: GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    report: Callable[[Schedule], None] | None = None,
+    report: Report | None = None,
+    declared: bool = False,
 ) -> Callable[..., Any]:
-    """A callable that runs the graph streamed.
+    """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
     Args:
         module: the Dynamo graph.
         example_inputs: its inputs.
         options: how to stream.
-        report: called with the schedule.
+        report: called with each schedule.
+        declared: the dynamic sizes of the inputs are the sequence length, and there are no others.
 
     Raises:
-        CompileError: a pass failed.
+        CompileError: a pass failed, and `options.on_error` is "raise".
     """
-    try:
-        facts = analyze(module, example_inputs, one_length=True)
-    except PassError as error:
-        if isinstance(error.cause, MutationError):
-            line = source_line(error.cause.node)
-            _warn(f"the model runs unstreamed: {error.cause} ({line})")
-            return module
-        raise CompileError(f"{error}. {FALL_BACK}") from error
-    if facts.sequence is None or not facts.segments:
-        if report is not None:
-            report(Schedule(facts, options))
-        if _is_long(facts):
-            _warn("the model runs unstreamed: its inputs have no size that stands for the sequence length")
+    if not _differentiates(module):
+        log.info("no output has a gradient: the graph runs as it is")
         return module
-    schedule = Schedule(facts, options)
-    if report is not None:
-        report(schedule)
-    _warn_unchunked(facts)
-    try:
-        return Executor(facts, options.rows, options.loss_chunk)
-    except Exception as error:
-        raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error
+    lengths = find_lengths(module, options.seq_dim, all_dynamic=declared)
+    if not lengths.sequence and not declared:
+        declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
+    remove_declarations(module, example_inputs)
+    if not lengths.sequence:
+        _explain_unstreamed(module, lengths)
+        return module
+    compiled = CompiledGraph(module, example_inputs, lengths, options, report)
+    return compiled if compiled.streamed else module
 
 
-def _is_long(facts: Facts) -> bool:
-    """False for a sequence of one token, which Dynamo takes as a constant and which needs no streaming."""
-    inputs = [n for n in facts.nodes if n.op == "placeholder" and n not in facts.parameters and tensors_of(n)]
-    return any(s != 1 for n in inputs for s in shape_of(n)[1:2])
+class CompiledGraph:
+    """One Dynamo graph, streamed.
+
+    It is analysed once for each combination of sizes other than the sequence length (the batch size):
+    all sizes but the sequence are numbers to the passes.
+    """
+
+    def __init__(
+        self,
+        module: GraphModule,
+        example_inputs: Sequence[Any],
+        lengths: Lengths,
+        options: Options,
+        report: Report | None = None,
+    ) -> None:
+        self.module, self.lengths, self.options, self.report = module, lengths, options, report
+        self.places = where_read(module, list(lengths.others))
+        self.schedules: list[Schedule] = []
+        self.executors: dict[tuple[int, ...], Callable[..., Any]] = {}
+        self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
+        first = tuple(lengths.others.values())
+        self.executors[first] = self._compile(first)
+        _compiled.add(self)
+
+    @property
+    def streamed(self) -> bool:
+        return any(e is not self.module for e in self.executors.values())
+
+    def __call__(self, *inputs: Any) -> Any:
+        key = tuple(int(inputs[k] if d is None else inputs[k].shape[d]) for k, d in self.places)
+        if key not in self.executors:
+            self.executors[key] = self._compile(key)
+        try:
+            return self.executors[key](*inputs)
+        except CompileError as error:
+            if self.options.on_error == "raise":
+                raise
+            _warn(f"the graph runs unstreamed: {error}")
+            self.executors[key] = self.module
+            return self.module(*inputs)
+
+    def _compile(self, sizes: tuple[int, ...]) -> Callable[..., Any]:
+        lengths = dataclasses.replace(self.lengths, others=dict(zip(self.lengths.others, sizes, strict=True)))
+        try:
+            return self._streamed(lengths)
+        except CompileError as error:
+            if self.options.on_error == "raise":
+                raise
+            _warn(f"the graph runs unstreamed: {error}")
+            return self.module
+
+    def _streamed(self, lengths: Lengths) -> Callable[..., Any]:
+        examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
+        try:
+            facts = analyze(self.module, examples, lengths, self.options.logits)
+        except PassError as error:
+            if isinstance(error.cause, MutationError) and error.cause.node is not None:
+                line = source_line(error.cause.node)
+                _warn(f"the model runs unstreamed: {error.cause} ({line})")
+                return self.module
+            raise compile_error(error) from error
+        schedule = Schedule(facts, self.options)
+        if facts.segments:
+            executor = self._executor(facts)
+            schedule.sweeps = 1 if executor.one_sweep is not None else 2 if facts.epilogue else 0
+        self.schedules.append(schedule)
+        if self.report is not None:
+            self.report(schedule)
+        if not facts.segments:
+            _warn("the model runs unstreamed: nothing of it depends on both parameters and the sequence")
+            return self.module
+        _warn_unchunked(facts)
+        return executor
+
+    def _executor(self, facts: Facts) -> Executor:
+        try:
+            return Executor(facts, self.options)
+        except Exception as error:
+            raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error
+
+
+def schedules_of(module: torch.nn.Module) -> list[Schedule]:
+    """Schedules of all compiled graphs that read a parameter of `module`, in the order of compilation."""
+    own = {id(p) for p in module.parameters()}
+    found = [c for c in _compiled if any(r() is not None and id(r()) in own for r in c.parameters)]
+    return [s for c in sorted(found, key=lambda c: c.schedules[0].number) for s in c.schedules]
+
+
+def _differentiates(module: GraphModule) -> bool:
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    values = (n.meta.get("example_value") for n in output.all_input_nodes)
+    leaves = torch.utils._pytree.tree_leaves(list(values))
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
+
+
+def _explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
+    """A warning if the graph reads along something longer than one; without attention, a line in the log."""
+    if any(size > 1 for size in lengths_read(module)):
+        _warn(f"the graph runs unstreamed: {lengths.reason}")
+    else:
+        log.info("the graph runs as it is: %s", lengths.reason)
 
 
 def _warn_unchunked(facts: Facts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,6 +11,7 @@ from typing import Any
 # size) is not rewritten too often.
 LOSS_CHUNK = 256
 AUTO_CHUNK = 2048
+CHOICES = {"logits": ("drop", "lazy", "keep"), "body": ("eager", "inductor"), "on_error": ("raise", "eager")}
 
 
 @dataclass(frozen=True)
@@ -19,19 +21,31 @@ class Options:
     Attributes:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
         loss_chunk: rows in a chunk of the loss head.
-        logits: "drop" (None in the output when labels are given in training) or "keep".
+        logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
+            (None; the default of `transform`), "lazy" (a tensor that is computed when somebody reads it; the
+            default of `torch.compile`) or "keep".
+        seq_dim: which dim of an input is the sequence, by the input's name, where the graph does not tell.
+        body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
+        on_error: what an internal error of the compiler leads to: "raise" (`CompileError`) or "eager" (a
+            warning, and the graph runs unstreamed).
     """
 
     chunk: int | str = "auto"
     loss_chunk: int = LOSS_CHUNK
     logits: str = "drop"
+    seq_dim: Mapping[str, int] | None = None
+    body: str = "eager"
+    on_error: str = "raise"
 
     def __post_init__(self) -> None:
         if self.chunk != "auto":
             _positive("chunk", self.chunk, ' or "auto"')
         _positive("loss_chunk", self.loss_chunk)
-        if self.logits not in ("drop", "keep"):
-            raise ValueError(f'logits must be "drop" or "keep", not {self.logits!r}')
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                values = ", ".join(f'"{v}"' for v in allowed)
+                raise ValueError(f"{name} must be one of {values}, not {getattr(self, name)!r}")
+        _names_to_dims("seq_dim", self.seq_dim)
 
     @property
     def rows(self) -> int:
@@ -52,6 +66,14 @@ class Options:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"unknown option {name!r}; valid options: {', '.join(valid)}.{hint}")
         return Options(**given)
+
+
+def _names_to_dims(name: str, value: object) -> None:
+    if value is None:
+        return
+    pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
+    if not all(isinstance(k, str) and type(d) is int for k, d in pairs):
+        raise ValueError(f'{name} must give a dim for each input name, as in {{"labels": 1}}, not {value!r}')
 
 
 def _positive(name: str, value: object, extra: str = "") -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 
 from .options import Options
 from .passes.capture import source_line
@@ -16,10 +17,15 @@ class Schedule:
     Attributes:
         facts: what was proved; `segments` are in order of execution.
         options: the options it was compiled with.
+        sweeps: over the loss head in a training step: 1 if its gradient comes with the loss, 2 if the loss
+            must be known first, 0 if there is no loss.
+        number: schedules are counted in the order in which they are made.
     """
 
     facts: Facts
     options: Options
+    sweeps: int = 0
+    number: int = field(default_factory=itertools.count().__next__)
 
     @property
     def segments(self) -> list[Segment]:
@@ -35,6 +41,11 @@ class Schedule:
                 continue
             lines.append("  " + self._line(segment))
             previous = segment
+        if self.sweeps:
+            known = "known before the sweep" if self.sweeps == 1 else "known only after a first sweep"
+            lines.append(f"  {self.sweeps} sweep(s) over the loss head: its coefficients are {known}")
+        for position, node in self.facts.lazy.items():
+            lines.append(f"  output {position} ({node.name}) is {self.options.logits}: nothing stores it")
         return "\n".join(lines)
 
     def _line(self, segment: Segment) -> str:

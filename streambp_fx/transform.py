@@ -9,6 +9,7 @@ import functools
 import inspect
 import types
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from .backend import compile_graph
+from .backend import compile_graph, schedules_of
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .options import Options
 from .schedule import Schedule
@@ -90,9 +91,15 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def schedule(model: nn.Module) -> Schedule | None:
-    """The schedule of the graph that was compiled last, or None before the first training step."""
+    """The schedule of the graph that was compiled last, or None before the first training step.
+
+    Args:
+        model: a model that `transform` changed, or one that `torch.compile(backend="streambp")` runs, itself
+            or a part of it.
+    """
     streamed = vars(model).get("forward")
-    return streamed.schedules[-1] if isinstance(streamed, StreamedForward) and streamed.schedules else None
+    found = streamed.schedules if isinstance(streamed, StreamedForward) else schedules_of(model)
+    return found[-1] if found else None
 
 
 class StreamedForward:
@@ -132,7 +139,7 @@ class StreamedForward:
             warnings.warn(f"{', '.join(asked)}: this step runs unstreamed", StreamBPWarning, stacklevel=4)
             return self.original(**inputs)
         _numbers_as_tensors(inputs, self.__signature__)
-        _declare_sequence(inputs)
+        _declare_sequence(inputs, {**SEQUENCE_DIMS, **(self.options.seq_dim or {})})
         if self._compiled is None:
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
@@ -210,7 +217,7 @@ def _rebuild(output: Any) -> Any:
 
 
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
-    executor = compile_graph(module, example_inputs, owner.options, owner.schedules.append)
+    executor = compile_graph(module, example_inputs, owner.options, owner.schedules.append, declared=True)
     return functools.partial(owner._run, executor)
 
 
@@ -224,9 +231,9 @@ def _numbers_as_tensors(inputs: dict[str, Any], signature: inspect.Signature) ->
             inputs[name] = torch.tensor(value)
 
 
-def _declare_sequence(inputs: dict[str, Any]) -> None:
+def _declare_sequence(inputs: dict[str, Any], dims: Mapping[str, int]) -> None:
     """Tell Dynamo which dims carry the sequence, so that another length is the same graph."""
-    for name, dim in SEQUENCE_DIMS.items():
+    for name, dim in dims.items():
         value = inputs.get(name)
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[dim] > 1:
             torch._dynamo.maybe_mark_dynamic(value, dim % value.dim())

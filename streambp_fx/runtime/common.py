@@ -6,6 +6,21 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..errors import CompileError
+from ..passes.capture import source_line
+from ..passes.ir import PassError
+
+FALL_BACK = (
+    'To train unstreamed, call streambp_fx.restore(model) or give the option on_error="eager"; '
+    "and please report this."
+)
+
+
+def compile_error(error: PassError) -> CompileError:
+    """What a user is told of a pass that failed: the pass, the op, its source line, what to do."""
+    line = f" The line of the model is {source_line(error.node)}." if error.node is not None else ""
+    return CompileError(f"{error}.{line} {FALL_BACK}")
+
 
 def refuse_double_backward() -> None:
     """Raise in a backward that is itself being differentiated."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..options import Options
 from ..passes import masks
 from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
@@ -17,6 +18,7 @@ from ..passes.objective import is_linear
 from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers
 from .head import OneSweepHead
+from .lazy import LazyOutput
 from .streamed import SegmentRunner, Step, StreamedSegment
 from .whole import WholeSegment
 
@@ -28,29 +30,33 @@ class Executor:
 
     Args:
         facts: facts of the graph after the segment pass.
-        chunk: rows of a chunk.
-        loss_chunk: rows of a chunk of a segment that carries no state (the loss head).
-        dropped: positions of graph outputs that nobody wants (None is returned for them).
+        options: `chunk` rows of a chunk, `loss_chunk` rows where a segment carries no state (the loss head),
+            `logits` for the outputs in `facts.lazy`.
     """
 
-    def __init__(
-        self, facts: Facts, chunk: int, loss_chunk: int, dropped: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, facts: Facts, options: Options) -> None:
         self.facts = facts
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: _attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
         output = next(n for n in facts.nodes if n.op == "output")
-        self.results = [None if k in dropped else n for k, n in enumerate(output.args[0])]
+        self.results = list(output.args[0])
         streamed = {n for s in facts.segments for n in s.outputs}
-        self.runners = _runners(facts, chunk, loss_chunk)
+        self.runners = _runners(facts, options)
         self.masks = _masks(facts)
         wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
-        self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), streamed | _whole_inputs(facts))
-        self.whole = Subgraph(facts, _whole_targets(facts, self.tail, self.masks), set())
+        known = streamed | _whole_inputs(facts)
+        self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), known)
+        self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
+        read = {n for part in (self.tail, *self.lazy.values()) for n in part.inputs}
+        self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
         self.random = any(_is_random(n) for n in facts.nodes)
         self.one_sweep = _one_sweep(facts, self.runners, self.tail)
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        with torch._C._DisableAutocast():  # its casts are ops of the graph
+            return self._step_of(inputs)
+
+    def _step_of(self, inputs: tuple) -> list[Any]:
         values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
         values.update(self.constants)
         sizes = self._sizes(inputs)
@@ -64,7 +70,10 @@ class Executor:
             self._run_segment(segment, runner, values, sizes, step)
         else:
             self._run(self.tail, values, sizes)
-        return [values[n] if isinstance(n, Node) else n for n in self.results]
+        results = [values[n] if isinstance(n, Node) else n for n in self.results]
+        for position, part in self.lazy.items():
+            results[position] = self._lazily(part, values, sizes)
+        return results
 
     # ---- parts of a step
 
@@ -89,6 +98,13 @@ class Executor:
         """Run a subgraph in ordinary PyTorch and keep its outputs."""
         found = part.module(*(self._value(n, values, sizes) for n in part.inputs))
         values.update(zip(part.outputs, found, strict=True))
+
+    def _lazily(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Tensor:
+        node = part.outputs[0]
+        shape = torch.Size(int(s.subs(sizes)) for s in shape_of(node))
+        like = tensors_of(node)[0]
+        given = [self._value(n, values, sizes) for n in part.inputs]
+        return LazyOutput.apply(part, shape, like.dtype, like.device, *given)
 
     def _value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         if node in values:
@@ -155,7 +171,7 @@ def _is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _runners(facts: Facts, chunk: int, loss_chunk: int) -> list[Any]:
+def _runners(facts: Facts, options: Options) -> list[Any]:
     """A runner for each segment; identical segments share their programs."""
     shared: dict[str, SegmentPrograms] = {}
     runners: list[Any] = []
@@ -166,8 +182,9 @@ def _runners(facts: Facts, chunk: int, loss_chunk: int) -> list[Any]:
             continue
         programs = shared.get(segment.signature)
         if programs is None:
-            programs = shared[segment.signature] = SegmentPrograms(facts, segment)
-        runners.append(SegmentRunner(facts, segment, programs, chunk if programs.states else loss_chunk))
+            programs = shared[segment.signature] = SegmentPrograms(facts, segment, options.body)
+        rows = options.rows if programs.states else options.loss_chunk
+        runners.append(SegmentRunner(facts, segment, programs, rows))
     return runners
 
 
@@ -192,10 +209,17 @@ def _whole_inputs(facts: Facts) -> set[Node]:
     return {n for n, k in facts.kinds.items() if k is Kind.WHOLE}
 
 
-def _whole_targets(facts: Facts, tail: Subgraph, mask_nodes: dict[Node, bool]) -> list[Node]:
-    """Whole values that segments, the epilogue or the masks' run-time tests read."""
+def _lazy(facts: Facts, known: set[Node]) -> dict[int, Subgraph]:
+    """For each wide output, how it is made of what the segments store."""
+    parts = {k: Subgraph(facts, [n], known) for k, n in facts.lazy.items()}
+    assert not any(p.random for p in parts.values())
+    return parts
+
+
+def _whole_targets(facts: Facts, read: set[Node], mask_nodes: dict[Node, bool]) -> list[Node]:
+    """Whole values that segments, the epilogue, lazy outputs or the masks' run-time tests read."""
     wanted = {n for s in facts.segments for n in s.whole}
-    wanted |= {n for n in tail.inputs if facts.kinds[n] is Kind.WHOLE}
+    wanted |= {n for n in read if facts.kinds[n] is Kind.WHOLE}
     wanted |= {n for m in mask_nodes for n in mask_facts(facts, m).linear.values()}
     pending = list(mask_nodes)
     while pending:

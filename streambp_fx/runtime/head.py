@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..passes.ir import tensors_of
 from .common import refuse_double_backward
 from .streamed import SegmentRunner, Step, Values
 
@@ -34,7 +35,9 @@ class OneSweepHead(torch.autograd.Function):
         given = Values(list(tensors[:count]), list(tensors[count:]), whole)
         node = runner.segment.outputs[0]
         output = runner.allocate(node, step, tensors[0], zero=True)
-        given.cotangents = [_coefficients(epilogue, output, position)]
+        coefficients = _coefficients(epilogue, output, position)
+        ctx.unit = _unit(coefficients) if _is_half(runner) else None
+        given.cotangents = [coefficients if ctx.unit is None else coefficients / ctx.unit]
         constants = dict(zip(runner.segment.constants, given.constants, strict=True))
         given.accumulators = [torch.zeros_like(constants[n]) for n in runner.diff_constants]
         gradients = [runner.allocate(n, step, tensors[0]) for n in runner.diff_rows]
@@ -60,6 +63,8 @@ class OneSweepHead(torch.autograd.Function):
                 "retain_graph or without: its gradient is no longer held. Call the model again."
             )
         runner, scale = ctx.runner, cotangents[ctx.position]
+        if ctx.unit is not None:
+            scale = scale * ctx.unit
         for gradient in ctx.gradients:
             gradient.mul_(scale)
         nodes = [*runner.diff_rows, *runner.diff_constants]
@@ -69,6 +74,23 @@ class OneSweepHead(torch.autograd.Function):
         ctx.gradients = None
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None,) * 5 + tuple(found.get(n) for n in inputs)
+
+
+def _is_half(runner: SegmentRunner) -> bool:
+    """True if float16 occurs between the loss and the head's input."""
+    nodes = (*runner.segment.rows, *runner.segment.nodes)
+    return any(t.dtype == torch.float16 for n in nodes for t in tensors_of(n))
+
+
+def _unit(coefficients: Tensor) -> Tensor:
+    """The power of two just above the greatest coefficient.
+
+    NOTE [float16]: the sweep runs before anybody scales the loss, and the coefficients of a mean over many
+    tokens are so small that float16 gradients would vanish. So they are divided by this number, which is
+    exact, and the finished gradients are multiplied by it together with the scale of the loss.
+    """
+    greatest = coefficients.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.exp2(torch.ceil(torch.log2(greatest)))
 
 
 def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> Tensor:

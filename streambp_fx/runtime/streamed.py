@@ -12,10 +12,11 @@ from torch.fx import Node
 
 from ..passes.chunk import narrow
 from ..passes.inputs import Extent
-from ..passes.ir import Axis, Facts, Reach, Segment, shape_of, tensors_of
+from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, tensors_of
+from ..passes.lower import Lowered
 from ..passes.segment import row_axis
 from ..passes.vjp import SegmentPrograms
-from .common import OwnedBuffers, refuse_double_backward, split_rows
+from .common import OwnedBuffers, compile_error, refuse_double_backward, split_rows
 
 
 @dataclass
@@ -104,8 +105,25 @@ class SegmentRunner:
             args += [self.rows_of(n, v, rows) for n, v in pairs]
         if kind in ("joint", "loss", "state_joint"):
             args += given.accumulators
+        return self.program(kind, extent, step, args).run(*args)
+
+    def program(self, kind: str, extent: Extent, step: Step, args: list[Any]) -> Lowered:
+        """The program for a chunk; only the numbers at the front of `args` are looked at."""
         plain = frozenset(m for m, own in self.model_masks.items() if own in step.plain)
-        return self.programs.get(kind, plain, extent, args).run(*args)
+        try:
+            return self.programs.get(kind, plain, extent, args)
+        except PassError as error:
+            raise compile_error(error) from error
+
+    def prepare_backward(self, step: Step) -> None:
+        """Make the programs of the backward in the forward, where a failure leaves nothing half done."""
+        for extent in self.extents(step, self.chunk):
+            sizes = [extent.rows, extent.prefix, extent.low, extent.total, step.seed]
+            kinds = ["joint", *(("state_joint",) if extent.full and self.programs.states else ())]
+            for kind in kinds:
+                own = extent.own() if kind == "state_joint" else extent
+                numbers = [step.sizes[s] for s in self.programs.slots(kind).symbols]
+                self.program(kind, own, step, [*sizes, *numbers])
 
     def rows_of(self, node: Node, value: Tensor, rows: tuple[int, int, int]) -> Tensor:
         dim, axis = self.axis(node)
@@ -212,6 +230,8 @@ class StreamedSegment(torch.autograd.Function):
         ctx.runner, ctx.step, ctx.count, ctx.inputs = runner, step, count, len(tensors)
         ctx.save_for_backward(*tensors, *whole)
         outputs = tuple(runner.forward(step, values, tensors[0]))
+        if runner.needs_grad:
+            runner.prepare_backward(step)
         ctx.set_materialize_grads(False)
         frozen = [
             o
@@ -224,6 +244,11 @@ class StreamedSegment(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         refuse_double_backward()
+        with torch._C._DisableAutocast():
+            return StreamedSegment._gradients(ctx, gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple:
         runner, step = ctx.runner, ctx.step
         saved, whole = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
         values = Values(list(saved[: ctx.count]), list(saved[ctx.count :]), whole)

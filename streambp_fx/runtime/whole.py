@@ -19,31 +19,42 @@ class WholeSegment(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, module: GraphModule, random: bool, *inputs: Any) -> tuple[Tensor, ...]:
-        ctx.module = module
-        ctx.random_state = torch.get_rng_state() if random else None
-        ctx.cuda_state = torch.cuda.get_rng_state_all() if random and torch.cuda.is_available() else None
-        ctx.positions = [k for k, v in enumerate(inputs) if isinstance(v, Tensor)]
-        ctx.others = [None if isinstance(v, Tensor) else v for v in inputs]
-        ctx.save_for_backward(*(inputs[k] for k in ctx.positions))
+        WholeSegment.remember(ctx, module, random, inputs)
         outputs = tuple(module(*inputs))
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        return (None, None, *WholeSegment.pull_back(ctx, 2, gradients))
+
+    @staticmethod
+    def remember(ctx: Any, module: GraphModule, random: bool, inputs: tuple[Any, ...]) -> None:
+        """Save what a recompute of `module` on `inputs` needs."""
+        ctx.module = module
+        ctx.random_state = torch.get_rng_state() if random else None
+        ctx.cuda_state = torch.cuda.get_rng_state_all() if random and torch.cuda.is_available() else None
+        ctx.positions = [k for k, v in enumerate(inputs) if isinstance(v, Tensor)]
+        ctx.others = [None if isinstance(v, Tensor) else v for v in inputs]
+        ctx.save_for_backward(*(inputs[k] for k in ctx.positions))
+
+    @staticmethod
+    def pull_back(ctx: Any, first: int, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Gradients of the inputs, which are the Function's arguments from position `first` on."""
         refuse_double_backward()
         inputs = list(ctx.others)
         wanted = []
         for position, saved in zip(ctx.positions, ctx.saved_tensors, strict=True):
-            needs = ctx.needs_input_grad[position + 2]
+            needs = ctx.needs_input_grad[position + first]
             inputs[position] = saved.detach().requires_grad_(needs)
             if needs:
                 wanted.append(position)
-        found = _differentiate(ctx, inputs, wanted, gradients)
+        with torch._C._DisableAutocast():
+            found = _differentiate(ctx, inputs, wanted, gradients)
         result: list[Tensor | None] = [None] * len(inputs)
         for position, gradient in zip(wanted, found, strict=True):
             result[position] = gradient
-        return (None, None, *result)
+        return result
 
 
 def _differentiate(ctx: Any, inputs: list, wanted: list[int], gradients: tuple) -> tuple:

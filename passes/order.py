@@ -1,0 +1,37 @@
+"""order: values are made as late as they can be, where they are wider than what they are made of.
+
+What is alive between two layers is what a cut there stores. The logits of a teacher model, made before the
+student's layers run and read after them, would be alive at each of its cuts; made late, the teacher's hidden
+states are alive instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.fx import Node
+
+from .ir import Facts, Kind, operands
+from .segment import row_bytes
+
+
+def order(facts: Facts) -> Facts:
+    """Move each widening op, and what it needs, to just before its first reader; `facts.nodes` follow."""
+    graph = facts.module.graph
+    position = {n: float(k) for k, n in enumerate(graph.nodes)}
+    for node in reversed(facts.nodes):
+        if node.op != "call_function" or not node.users or not _widens(facts, node):
+            continue
+        reader = min(node.users, key=position.__getitem__)
+        reader.prepend(node)
+        position[node] = position[reader] - 0.5
+    return facts
+
+
+def _widens(facts: Facts, node: Node) -> bool:
+    """True if the streamed operands together have fewer bytes a row than the result."""
+    if facts.kinds.get(node) is not Kind.STREAM or node in facts.refusals:
+        return False
+    before = [row_bytes(facts, n) for n in operands(node) if facts.kinds[n] is Kind.STREAM]
+    width = row_bytes(facts, node)
+    return bool(before) and math.isfinite(width) and sum(before) < width

@@ -1,0 +1,108 @@
+"""Asks Dynamo to trace once more with the sequence length as a symbol.
+
+NOTE [one more trace]: by default Dynamo takes all sizes of a first call for constants, and a graph of
+constants does not say which of its numbers are the sequence length. So when such a graph reads along some
+dim (an attention), the input dims of that length are declared dynamic and the trace is restarted, in the way
+that PyTorch's own compiler restarts it when it finds that a number must be a tensor. It costs a second Dynamo
+trace in the first call, and saves the compilation for the second length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.utils import tensor_always_has_static_shape
+from torch.fx import GraphModule, Node
+
+from .passes.capture import source_name
+from .passes.sequence import is_called, lengths_read
+
+# Set on an input tensor; read by Dynamo, and no guard depends on it.
+MARK = "_dynamo_propagated_dynamic_indices"
+OURS = "_streambp_declared"
+
+
+def declare_dynamic(
+    module: GraphModule, example_inputs: Sequence[Any], seq_dim: Mapping[str, int] | None
+) -> None:
+    """Declare the dims that may be the sequence and restart Dynamo's trace; return if nothing is left to try.
+
+    Args:
+        module: a Dynamo graph in which no dynamic size is the sequence.
+        example_inputs: its inputs, real tensors.
+        seq_dim: dims by input name, where the user gave them.
+
+    Raises:
+        ValueError: `seq_dim` names no input of the graph, or a dim that it does not have.
+    """
+    tensors = _tensor_inputs(module, example_inputs)
+    wanted = _named(tensors, seq_dim) if seq_dim else _of_read_lengths(module, tensors)
+    new = False
+    for value, dims in wanted:
+        declared = set(getattr(value, OURS, ()))
+        if dims - declared:
+            setattr(value, OURS, declared | dims)
+            setattr(value, MARK, set(getattr(value, MARK, ())) | dims)
+            new = True
+    if new:
+        raise TensorifyScalarRestartAnalysis(restart_reason="streambp: the sequence length as a symbol")
+
+
+def remove_declarations(module: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Leave the user's tensors as they were."""
+    for _, value in _tensor_inputs(module, example_inputs):
+        dims = getattr(value, OURS, None)
+        if dims:
+            left = set(getattr(value, MARK, ())) - dims
+            delattr(value, OURS)
+            setattr(value, MARK, left) if left else delattr(value, MARK)
+
+
+def _tensor_inputs(module: GraphModule, example_inputs: Sequence[Any]) -> list[tuple[Node, torch.Tensor]]:
+    """Inputs whose sizes Dynamo can be asked to keep open: tensors that belong to no module."""
+    nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
+    found = []
+    for node, value in zip(nodes, example_inputs, strict=True):
+        argument = node.meta.get("grapharg")
+        if not isinstance(value, torch.Tensor) or argument is None:
+            continue
+        if not tensor_always_has_static_shape(value, is_tensor=True, tensor_source=argument.source)[0]:
+            found.append((node, value))
+    return found
+
+
+def _of_read_lengths(
+    module: GraphModule, tensors: list[tuple[Node, torch.Tensor]]
+) -> list[tuple[torch.Tensor, set[int]]]:
+    """Dims that are as long as what the graph reads along; all, if none is."""
+    lengths = {size for size in lengths_read(module) if size > 1}
+    if not lengths:
+        return []
+    found = [(v, {d for d, size in enumerate(v.shape) if int(size) in lengths}) for _, v in tensors]
+    if not any(dims for _, dims in found):
+        found = [(v, {d for d, size in enumerate(v.shape) if size > 1}) for _, v in tensors]
+    return [(v, dims) for v, dims in found if dims]
+
+
+def _named(
+    tensors: list[tuple[Node, torch.Tensor]], seq_dim: Mapping[str, int]
+) -> list[tuple[torch.Tensor, set[int]]]:
+    found = []
+    for name, dim in seq_dim.items():
+        for node, value in tensors:
+            if not is_called(node, name):
+                continue
+            if not -value.dim() <= dim < value.dim():
+                shape = tuple(int(s) for s in value.shape)
+                raise ValueError(f"seq_dim[{name!r}] is {dim}, but the input has the shape {shape}")
+            if value.shape[dim] > 1:
+                found.append((value, {dim % value.dim()}))
+    return found
+
+
+def input_names(module: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
+    """Names that `seq_dim` understands."""
+    return [source_name(node) for node, _ in _tensor_inputs(module, example_inputs)]

@@ -1,0 +1,151 @@
+"""Outputs that are computed when somebody reads them.
+
+NOTE [lazy outputs]: a model returns its logits next to its loss, and hardly anybody reads them. `LazyTensor`
+stands for them: it knows shape, dtype and device, and any other use computes the value, once. It is a node of
+the autograd graph, so a gradient that reaches it, by whatever way, goes on to what the value is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..passes.extract import Subgraph
+from .whole import WholeSegment
+
+# What can be told without the value. Getters of attributes come as their `__get__`.
+KNOWN = {
+    *(getattr(Tensor, n).__get__ for n in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad",
+        "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "output_nr",
+        "_backward_hooks",
+    )),
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size,
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
+    Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset, Tensor.register_hook, Tensor.retain_grad,
+    Tensor.is_signed,
+}  # fmt: skip
+# Ops that give another lazy tensor: what trainers do with every output, whether they read it or not.
+CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.to}
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose value is computed at its first use. See NOTE [lazy outputs]."""
+
+    _compute: Callable[[], Tensor] | None
+    _value: Tensor | None
+
+    @staticmethod
+    def make(compute: Callable[[], Tensor], like: Tensor | _Like) -> LazyTensor:
+        """A lazy tensor with the shape, dtype and device of `like`."""
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            LazyTensor, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        made._compute, made._value = compute, None
+        return made
+
+    def read(self) -> Tensor:
+        """The value, as an ordinary tensor whose gradient goes through this one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._value is None:
+                assert self._compute is not None
+                value, self._compute = self._compute(), None
+                self._value = _Read.apply(self, value) if self.requires_grad else value
+            return self._value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.detach and args[0]._value is None:
+            source = args[0]
+            return LazyTensor.make(lambda: source.read().detach(), source)
+        if func in CASTS and isinstance(args[0], LazyTensor) and args[0]._value is None:
+            return _cast(func, args, kwargs)
+        args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Uses that do not come from Python. Autograd has seen them already."""
+        plain = lambda x: x.read().detach()  # noqa: E731
+        args, kwargs = tree_map_only(LazyTensor, plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Read(torch.autograd.Function):
+    """The value of a lazy tensor; its gradient is the lazy tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return gradient, None
+
+
+class _Cast(torch.autograd.Function):
+    """A lazy tensor of another dtype or device, still lazy."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, function: Callable[[Tensor], Tensor], like: _Like) -> Tensor:
+        ctx.dtype, ctx.device = source.dtype, source.device
+        return LazyTensor.make(lambda: function(_value_of(source)), like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return gradient.to(ctx.device, ctx.dtype), None, None
+
+
+def _value_of(lazy: Any) -> Tensor:
+    return lazy.read().detach()
+
+
+def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        moved = torch.empty(0, dtype=source.dtype, device=source.device)
+        result = func(moved, *args[1:], **kwargs)
+        if not isinstance(result, Tensor):  # Tensor.type() without an argument
+            return result
+        if result.dtype == source.dtype and result.device == source.device:
+            return source
+        like = _Like(source.shape, result.dtype, result.device)
+        return _Cast.apply(source, lambda value: func(value, *args[1:], **kwargs), like)
+
+
+class _Like:
+    """Shape, dtype and device."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+
+class LazyOutput(torch.autograd.Function):
+    """An output of the graph that is not computed. Backward recomputes what a gradient needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Subgraph, shape: torch.Size, dtype: torch.dtype, device: torch.device, *inputs: Any
+    ) -> Tensor:
+        plain = tuple(v.detach() if isinstance(v, Tensor) else v for v in inputs)
+        WholeSegment.remember(ctx, part.module, False, inputs)
+
+        def compute() -> Tensor:
+            with torch.no_grad():
+                return part.module(*plain)[0]
+
+        return LazyTensor.make(compute, _Like(shape, dtype, device))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        return (None, None, None, None, *WholeSegment.pull_back(ctx, 4, (gradient,)))
