@@ -17,20 +17,26 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 class StateRead(torch.autograd.Function):
-    """The columns a chunk reads. Backward returns the finished gradient of the chunk's own rows."""
+    """The columns a chunk reads, its own rows written first.
+
+    Backward returns the finished gradient of the chunk's own rows.
+    """
 
     @staticmethod
-    def forward(own: Tensor, columns: Tensor, gradient: Tensor, own_gradient: Tensor) -> Tensor:
+    def forward(
+        own: Tensor, columns: Tensor, own_columns: Tensor, gradient: Tensor, own_gradient: Tensor
+    ) -> Tensor:
+        own_columns.copy_(own)
         return columns.view_as(columns)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, _, ctx.gradient, ctx.own_gradient = inputs
+        _, _, _, ctx.gradient, ctx.own_gradient = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         ctx.gradient.add_(gradient)
-        return ctx.own_gradient, None, None, None
+        return ctx.own_gradient, None, None, None, None
 
 
 def flash_applies(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -66,7 +66,6 @@ class Slots:
     gradients: bool = False
     cotangents: list[Node] = field(default_factory=list)
     accumulators: list[Node] = field(default_factory=list)
-    values: bool = False
     removed: int = 0
 
 

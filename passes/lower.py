@@ -57,6 +57,26 @@ def lower(
     return Lowered(run, module)
 
 
+def restrict(module: GraphModule, outputs: list[Any], inputs: int, writes: bool) -> GraphModule:
+    """A copy of a program with some of its outputs and its first `inputs` inputs.
+
+    Args:
+        writes: keep what is written into buffers that are inputs (state rows); else only what is added.
+    """
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.graph_copy(module.graph, copies)
+    graph.output([copies[n] if isinstance(n, Node) else n for n in outputs])
+    unwanted = aten.add_.Tensor if writes else aten.copy_.default
+    for node in graph.find_nodes(op="call_function", target=unwanted):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    for node in [n for n in graph.nodes if n.op == "placeholder"][inputs:]:
+        graph.erase_node(node)
+    return GraphModule(module, graph)
+
+
 def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
     """One compilation for all chunks: the sizes are symbols of the fake inputs.
 

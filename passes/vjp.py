@@ -7,13 +7,13 @@ that one graph serves all chunks, all lengths and all identical segments.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -23,18 +23,31 @@ from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, Extent, FakeInputs, Slots, Unpacked, input_names
 from .ir import Facts, PassError, Segment, expression, tensors_of
-from .lower import Lowered, lower
+from .lower import Lowered, lower, restrict
+
+Guard = Callable[[Extent], bool]
 
 
 @dataclass
-class Program:
-    """A lowered program with the sizes it was traced for."""
+class Traced:
+    """A traced program before it is lowered.
 
-    lowered: Lowered
-    guards: list[Callable[[Extent], bool]]
+    Attributes:
+        module: its graph; the outputs are the values, then the gradients of rows, then those of parameters.
+        values: how many outputs are values.
+        guards: what tracing assumed of the sizes.
+        fakes: the inputs it was traced with.
+        lowered: programs made of it, by kind.
+    """
+
+    module: GraphModule
+    values: int
+    guards: Callable[[], list[Guard]]
+    fakes: list[Any]
+    lowered: dict[str, Lowered] = field(default_factory=dict)
 
     def accepts(self, extent: Extent) -> bool:
-        return all(guard(extent) for guard in self.guards)
+        return all(guard(extent) for guard in self.guards())
 
 
 class Columns(StateReader):
@@ -51,13 +64,15 @@ class Columns(StateReader):
 
 
 class DifferentiatedColumns(StateReader):
-    """Backward, causal: reads add to the gradient buffer and return the finished own rows."""
+    """Causal: own rows are written; reads add to the gradient buffer and return the finished own rows."""
 
     def __init__(self, buffers: dict[Node, Tensor], grads: dict[Node, Tensor], ranges: Ranges) -> None:
         self.buffers, self.grads, self.ranges = buffers, grads, ranges
 
     def columns(self, state: State, own: Tensor) -> Tensor:
-        return StateRead.apply(own, *self.buffers_of(state))
+        buffer, grad, own_grad = self.buffers_of(state)
+        own_columns = buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
+        return StateRead.apply(own, buffer, own_columns, grad, own_grad)
 
     def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         grad = self.grads[state.node]
@@ -78,14 +93,18 @@ class LeafColumns(StateReader):
 class SegmentPrograms:
     """The traced programs of one distinct segment, made when first needed.
 
-    Four kinds: `forward` (rows and outputs of a chunk), `states` (only the state rows: the rebuild before
-    a backward), `joint` (recompute and VJP of a chunk) and, where reach is FULL, `state_joint` (VJP of the
-    state rows, once their gradient is complete).
+    Kinds: `forward` (rows and outputs of a chunk), `states` (only the state rows: the rebuild before a
+    backward), `joint` (recompute and VJP of a chunk), `loss` (values and VJP in one sweep) and, where reach
+    is FULL, `state_joint` (VJP of the state rows, once their gradient is complete).
+
+    NOTE [one trace, several programs]: tracing is what compiling costs. The joint program holds the forward
+    of the chunk, the writing of its state rows and the VJP, so the other kinds are the joint trace with fewer
+    outputs and without what is then dead.
     """
 
     def __init__(self, facts: Facts, segment: Segment, body: str = "eager") -> None:
         self.facts, self.segment, self.body = facts, segment, body
-        self.programs: dict[tuple, list[Program]] = {}
+        self.traces: dict[tuple, list[Traced]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
         self.diff_rows = [n for n in segment.rows if n in facts.needs_grad]
@@ -96,27 +115,52 @@ class SegmentPrograms:
         """The program of a kind for these sizes, traced if there is none yet.
 
         Args:
-            args: the actual inputs in slot order; their sizes serve as hints, their values are not read.
+            args: inputs in slot order; only the numbers at their front are looked at.
         """
         other_sizes = tuple(args[len(SIZES) + 1 :][: len(self.symbols)])
-        found = self.programs.setdefault((kind, plain, extent.pattern, other_sizes), [])
-        for program in found:
-            if program.accepts(extent):
-                return program.lowered
-        try:
-            found.append(_trace(self, kind, plain, extent, args))
-        except PassError:
-            raise
-        except Exception as error:
-            raise PassError("vjp", error) from error
-        return found[-1].lowered
+        source = self._source(kind, extent)
+        found = self.traces.setdefault((source, plain, extent.pattern, other_sizes), [])
+        traced = next((t for t in found if t.accepts(extent)), None)
+        if traced is None:
+            try:
+                traced = _trace(self, source, plain, extent, args)
+            except PassError:
+                raise
+            except Exception as error:
+                raise PassError("vjp", error) from error
+            found.append(traced)
+        if kind not in traced.lowered:
+            traced.lowered[kind] = self._lower(kind, source, traced)
+        return traced.lowered[kind]
+
+    def _source(self, kind: str, extent: Extent) -> str:
+        """The trace that a kind is made of. See NOTE [one trace, several programs]."""
+        if kind == "loss":
+            return "joint"
+        shared = self.diff_outputs and not extent.full
+        return "joint" if shared and kind in ("forward", "states") else kind
+
+    def _lower(self, kind: str, source: str, traced: Traced) -> Lowered:
+        slots, outputs = self.slots(kind), _outputs(traced.module)
+        names = input_names(slots)
+        if source == "joint":
+            wanted = {
+                "forward": outputs[: traced.values],
+                "states": [],
+                "joint": outputs[traced.values :],
+                "loss": outputs,
+            }[kind]
+            writes = kind in ("forward", "states")
+            module = restrict(traced.module, wanted, len(names), writes=writes)
+        else:
+            module = traced.module
+        return lower(module, len(slots.accumulators), names, self.body, traced.fakes[: len(names)])
 
     def slots(self, kind: str) -> Slots:
         segment = self.segment
         slots = Slots(
             self.symbols, segment.rows, segment.constants, segment.whole, list(self.states.values())
         )
-        slots.values = kind == "loss"
         slots.removed = segment.removed
         if kind in ("joint", "loss"):
             slots.cotangents = self.diff_outputs
@@ -137,12 +181,12 @@ def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
 
 def _trace(
     owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]
-) -> Program:
+) -> Traced:
     facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
     mode = new_fake_mode()
-    assert mode.shape_env is not None
-    table = SymbolTable(mode.shape_env)
-    fakes = FakeInputs(facts, slots, extent, table, mode, args)
+    env = mode.shape_env
+    assert env is not None
+    fakes = FakeInputs(facts, slots, extent, SymbolTable(env), mode, args)
     by_state = kind in ("states", "state_joint")
     targets = [s.node for s in slots.states] if by_state else segment.outputs
     program = ChunkProgram(facts, segment, targets, plain)
@@ -154,8 +198,12 @@ def _trace(
 
     with mode, torch.enable_grad():
         module = make_fx(traced, tracing_mode="real")(*fakes.flat)
-    lowered = lower(module, len(slots.accumulators), input_names(slots), owner.body, fakes.flat)
-    return Program(lowered, _guards(mode.shape_env, fakes.names))
+    values = len(targets) if kind == "joint" else 0
+    return Traced(module, values, Guards(env, fakes.names), fakes.flat)
+
+
+def _outputs(module: GraphModule) -> list[Any]:
+    return list(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
 
 
 def _forward(
@@ -185,7 +233,7 @@ def _joint(
 ) -> list[Tensor]:
     """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
 
-    Before them come the outputs themselves where they are asked for (a loss in one sweep).
+    Before them come the outputs themselves.
     """
     given = Unpacked(slots, extent, flat)
     rows, constants = owner.diff_rows, owner.diff_constants
@@ -212,7 +260,7 @@ def _joint(
     gradients = _pull_back(pullback, [given.cotangents[n] for n in owner.diff_outputs])
     for node in reversed(leaves):
         given.gradients[node].add_(gradients.pop())
-    return [*(values if slots.values else ()), *gradients]
+    return [*values, *gradients]
 
 
 def _state_joint(
@@ -241,18 +289,25 @@ def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[T
         return list(pullback(tuple(cotangents)))
 
 
-def _guards(env: ShapeEnv, names: dict[sympy.Symbol, str]) -> list[Callable[[Extent], bool]]:
-    """What tracing assumed about the sizes, as tests of an extent."""
-    result = []
-    for guard in env.guards:
-        symbols = sorted(guard.expr.free_symbols, key=str)
-        known = [names.get(s) for s in symbols]
-        if not symbols or "total" in known or any(n not in SIZES for n in known):
-            continue  # NOTE [longer than the chunk needs]
-        test = sympy.lambdify(symbols, guard.expr)
-        result.append(_guard(test, [n for n in known if n is not None]))
-    return result
+class Guards:
+    """What tracing (and Inductor, later) assumed about the sizes, as tests of an extent."""
+
+    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str]) -> None:
+        self.env, self.names = env, names
+        self.seen = 0
+        self.tests: list[Guard] = []
+
+    def __call__(self) -> list[Guard]:
+        for guard in self.env.guards[self.seen :]:
+            symbols = sorted(guard.expr.free_symbols, key=str)
+            known = [self.names.get(s) for s in symbols]
+            if not symbols or "total" in known or any(n not in SIZES for n in known):
+                continue  # NOTE [longer than the chunk needs]
+            test = sympy.lambdify(symbols, guard.expr)
+            self.tests.append(_guard(test, [n for n in known if n is not None]))
+        self.seen = len(self.env.guards)
+        return self.tests
 
 
-def _guard(test: Callable[..., Any], names: list[str]) -> Callable[[Extent], bool]:
+def _guard(test: Callable[..., Any], names: list[str]) -> Guard:
     return lambda extent: bool(test(*(getattr(extent, n) for n in names)))
