@@ -29,6 +29,7 @@ from typing import Any
 import sympy
 import torch
 
+from . import losses  # noqa: F401  (registers its rewrites)
 from .autocast import autocast
 from .axes import axes
 from .capture import CapturedGraph, capture

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from . import attention, masks
 from .ir import Axis, Facts, Kind, PassError, Role, Segment, evaluate_size, operands, shape_of, tensors_of
+from .losses import ELEMENTWISE_LOSSES
 from .normalize import grouped_source
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import pointwise_ops
@@ -63,7 +64,7 @@ RESHAPES = {
     aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
 }  # fmt: skip
 EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
-ALIGNED = {*pointwise_ops(), aten.cross_entropy_loss.default}
+ALIGNED = {*pointwise_ops(), *ELEMENTWISE_LOSSES, aten.cross_entropy_loss.default}
 
 
 def find_states(facts: Facts, segment: Segment) -> list[State]:

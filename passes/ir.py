@@ -160,6 +160,7 @@ class Segment:
         outputs: streamed values that later segments, the epilogue or the caller use.
         states: streamed values that mixing ops read as columns, kept for the whole segment.
         removed: rows that slices took off the sequence before this segment.
+        chained: True if some state is made of what another mixing op of the segment reads.
         chunked: False if the segment runs whole; `reason` says why and `refused` names the op.
     """
 
@@ -173,6 +174,7 @@ class Segment:
     mixings: list[Mixing] = field(default_factory=list)
     reach: Reach = Reach.ROW
     window: sympy.Expr | int | None = None
+    chained: bool = False
     chunked: bool = True
     kind: str = "layer"
     reason: str | None = None

@@ -6,6 +6,7 @@ added by `addmm_`, without a temporary), so that no two gradients of one paramet
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,18 +64,51 @@ def restrict(module: GraphModule, outputs: list[Any], inputs: int, writes: bool)
     Args:
         writes: keep what is written into buffers that are inputs (state rows); else only what is added.
     """
+    unwanted = aten.add_.Tensor if writes else aten.copy_.default
+    live = _live(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted)
     graph = Graph()
     copies: dict[Node, Node] = {}
-    graph.graph_copy(module.graph, copies)
+    for position, node in enumerate(module.graph.nodes):
+        if (node.op == "placeholder" and position < inputs) or node in live:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[n] if isinstance(n, Node) else n for n in outputs])
-    unwanted = aten.add_.Tensor if writes else aten.copy_.default
-    for node in graph.find_nodes(op="call_function", target=unwanted):
-        node.replace_all_uses_with(node.args[0])
-        graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=is_impure)
-    for node in [n for n in graph.nodes if n.op == "placeholder"][inputs:]:
-        graph.erase_node(node)
     return GraphModule(module, graph)
+
+
+def _live(graph: Graph, wanted: set[Node], unwanted: Any) -> set[Node]:
+    """Nodes that `wanted` are made of, with the changes in place that they or the caller can see.
+
+    A change of a value is seen by those who read the value, or a view of it, later; a change of an input is
+    seen by the caller, except that of the op `unwanted`.
+    """
+    live, read = set(wanted), {_storage(n) for n in wanted}
+    for node in reversed(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            changed = _storage(node.args[0])
+            from_outside = changed.op == "placeholder"
+            if from_outside and node.target is unwanted:
+                continue
+            if from_outside or changed in read:
+                live.add(node)
+        if node in live and node.op != "output":
+            live.update(node.all_input_nodes)
+            read.update(_storage(n) for n in node.all_input_nodes)
+    return live
+
+
+def _storage(node: Node) -> Node:
+    """The node that made the memory a value lies in, seen through views and changes in place."""
+    while node.op == "call_function" and _passes_on(node.target):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _passes_on(target: Any) -> bool:
+    """True if the result of an op lies in the memory of its first operand (an element of a list: maybe)."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    return target.is_view or target._schema.is_mutable
 
 
 def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:

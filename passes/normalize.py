@@ -1,4 +1,4 @@
-"""normalize: functional form, no dead code, no-ops removed, losses split into rows and a reduction.
+"""normalize: functional form, no dead code, no-ops removed, losses by rows first (`losses`).
 
 Every rewrite keeps the value (grouped heads up to rounding). Grad-mode regions become `detach`.
 """
@@ -261,39 +261,3 @@ def grouped_attention(graph: Graph, node: Node) -> Node | None:
         graph, node, node.target, call["query"], key[0], value[0], call["attn_mask"], call["dropout_p"],
         call["is_causal"], scale=call["scale"], enable_gqa=True,
     )  # fmt: skip
-
-
-# ---- losses
-
-
-@rewrite(aten.cross_entropy_loss.default)
-def loss_by_rows(graph: Graph, node: Node) -> Node | None:
-    """`cross_entropy(x, t)` -> one loss a row, then the reduction.
-
-    NOTE [the same summation as eager]: the rows are summed by `nll_loss` on one class, the very kernel
-    and order that eager uses, so that the loss is bitwise the same even where the model computes it in
-    a lower precision than its weights.
-    """
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    call: dict[str, Any] = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
-    call.update(zip(names, node.args, strict=False))
-    call.update(node.kwargs)
-    target = call["target"]
-    plain = call["weight"] is None and not target.meta["val"].is_floating_point()
-    if call["reduction"] == 0 or not plain or target.meta["val"].dim() == 0:
-        return None
-    rows = insert(
-        graph, node, node.target, call["input"], target, None, 0, call["ignore_index"],
-        call["label_smoothing"],
-    )  # fmt: skip
-    if target.meta["val"].dim() > 1:
-        rows = insert(graph, node, aten.reshape.default, rows, [-1])
-        target = insert(graph, node, aten.reshape.default, target, [-1])
-    ignored = insert(graph, node, aten.eq.Scalar, target, call["ignore_index"])
-    zeros = insert(graph, node, aten.zeros_like.default, target)
-    target = insert(graph, node, aten.masked_fill.Scalar, zeros, ignored, call["ignore_index"])
-    classes = insert(graph, node, aten.neg.default, rows)
-    classes = insert(graph, node, aten.unsqueeze.default, classes, 1)
-    return insert(
-        graph, node, aten.nll_loss_nd.default, classes, target, None, call["reduction"], call["ignore_index"]
-    )

@@ -29,9 +29,11 @@ def order(facts: Facts) -> Facts:
 
 
 def _widens(facts: Facts, node: Node) -> bool:
-    """True if the streamed operands together have fewer bytes a row than the result."""
+    """True if the operands have fewer bytes a row than the result, or as many and no other reader."""
     if facts.kinds.get(node) is not Kind.STREAM or node in facts.refusals:
         return False
-    before = [row_bytes(facts, n) for n in operands(node) if facts.kinds[n] is Kind.STREAM]
-    width = row_bytes(facts, node)
-    return bool(before) and math.isfinite(width) and sum(before) < width
+    sources = [n for n in operands(node) if facts.kinds[n] is Kind.STREAM]
+    before, width = sum(row_bytes(facts, n) for n in sources), row_bytes(facts, node)
+    if not sources or not math.isfinite(width):
+        return False
+    return before < width or (before == width and all(len(n.users) == 1 for n in sources))

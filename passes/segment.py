@@ -20,7 +20,7 @@ from .rules.contractions import aten
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
 # levels of mixing then share a segment.
-EXPENSIVE = 3.0
+EXPENSIVE = 4.0
 
 
 def segment(facts: Facts) -> Facts:
@@ -138,21 +138,28 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     best = [min(costs[a : b + 1]) for a, b in gaps]
     usual = (c for c, (a, _) in zip(best, gaps, strict=True) if c > 0 and a - 1 not in heads)
     limit = EXPENSIVE * min(usual, default=math.inf)
-    mixing = [k for k, n in enumerate(order) if n in facts.mixings]
     cuts: list[int] = []
     for (start, stop), least in zip(gaps, best, strict=True):
         if math.isinf(least) or least > limit:
             continue
         candidates = [k for k in range(start, stop + 1) if costs[k] == least]
         cut = candidates[-1]
-        if mixing and start == mixing[-1] + 1 and len(cuts) > 1:
+        if len(cuts) > 1 and order[start - 1] in facts.mixings:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
-            cut = _like_the_last(order, cuts, near, cut)
+            cut = _like_another(order, cuts, near, cut)
         cuts.append(cut)
+    # an embedding stands alone: its output is what a layer stores
+    starts = (k + 1 for k, n in enumerate(order) if _is_source(facts, n))
+    cuts += [k for k in starts if k < len(order) and 0 < costs[k] <= limit]
     # a slice of rows stands alone: before it and after it there are two sequences of different length
     around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
     cuts = sorted({*cuts, *(p for p in around if 0 < p < len(order) and not math.isinf(costs[p]))})
     return cuts, _epilogue(facts, order, costs, head, cuts)
+
+
+def _is_source(facts: Facts, node: Node) -> bool:
+    """True for a streamed value that is made of parameters and data alone."""
+    return all(facts.kinds[n] not in (Kind.STREAM, Kind.REDUCED) for n in operands(node))
 
 
 def _inner_heads(facts: Facts, order: list[Node], costs: list[float], stops: list[int]) -> set[int]:
@@ -167,14 +174,11 @@ def _inner_heads(facts: Facts, order: list[Node], costs: list[float], stops: lis
     return found
 
 
-def _like_the_last(order: list[Node], cuts: list[int], candidates: list[int], otherwise: int) -> int:
-    """Of nearly equal cuts, the one that makes the last layer end as the layer before it does."""
-    start, stop = cuts[-2], cuts[-1]
-    previous = [n.target for n in order[start:stop]]
-    for cut in candidates:
-        if [n.target for n in order[stop:cut]] == previous:
-            return cut
-    return otherwise
+def _like_another(order: list[Node], cuts: list[int], candidates: list[int], otherwise: int) -> int:
+    """Of nearly equal cuts, the one that makes the layer end as a layer before it does."""
+    targets = [n.target for n in order]
+    known = {tuple(targets[a:b]) for a, b in itertools.pairwise(cuts)}
+    return next((cut for cut in candidates if tuple(targets[cuts[-1] : cut]) in known), otherwise)
 
 
 def _epilogue(facts: Facts, order: list[Node], costs: list[float], head: int | None, cuts: list[int]) -> int:
@@ -229,6 +233,21 @@ def _is_input(facts: Facts, node: Node) -> bool:
     return node.op in ("placeholder", "get_attr") or facts.kinds[node] is Kind.REDUCED
 
 
+def _is_chained(facts: Facts, piece: Segment) -> bool:
+    """True if the columns that one mixing op reads are made of what another one gives.
+
+    NOTE [chained states]: the state rows of a chunk then depend on earlier chunks, so they are rebuilt in
+    order, reading the prefix; with a reach of FULL they could not be rebuilt chunk by chunk at all.
+    """
+    inside, mixed = set(piece.nodes), set()
+    for node in piece.nodes:
+        if node in facts.mixings and any(n in mixed for n in facts.mixings[node].columns):
+            return True
+        if node in facts.mixings or any(n in mixed for n in operands(node) if n in inside):
+            mixed.add(node)
+    return False
+
+
 def _judge(facts: Facts, piece: Segment) -> None:
     """Decide whether a segment can be chunked, and how far its rows reach."""
     if len(piece.nodes) == 1 and piece.nodes[0] in facts.slices:
@@ -258,6 +277,10 @@ def _judge(facts: Facts, piece: Segment) -> None:
         piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
         return
     piece.reach = max(m.reach for m in piece.mixings)
+    piece.chained = _is_chained(facts, piece)
+    if piece.chained and piece.reach is Reach.FULL and piece.chunked:
+        piece.chunked, piece.refused = False, piece.mixings[0].node
+        piece.reason = "levels of mixing that cannot be cut apart, one of which reads later rows"
     windows: list[Any] = [m.window for m in piece.mixings]
     piece.window = (
         max(windows) if piece.reach is Reach.WINDOW and all(w is not None for w in windows) else None

@@ -152,7 +152,7 @@ class CompiledGraph:
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts)
-            schedule.sweeps = 1 if executor.one_sweep is not None else 2 if facts.epilogue else 0
+            schedule.sweeps = executor.sweeps
         self.schedules.append(schedule)
         if self.report is not None:
             self.report(schedule)

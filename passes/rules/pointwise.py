@@ -72,7 +72,7 @@ POINTWISE = [
     "alias.default", "to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy.default",
     "type_as.default", "zeros_like.default", "ones_like.default", "full_like.default",
     "lift_fresh_copy.default", "lift_fresh.default", "dropout.default", "alpha_dropout.default",
-    "native_dropout.default", "binary_cross_entropy_with_logits.default", "huber_loss.default",
+    "native_dropout.default",
 ]  # fmt: skip
 
 
@@ -85,6 +85,19 @@ def pointwise_ops() -> list[torch._ops.OpOverload]:
         if op is not None:
             found.append(op)
     return found
+
+
+@rule(
+    aten.kl_div.default, aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default,
+    aten.huber_loss.default, aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+)  # fmt: skip
+def elementwise_loss(ctx: RuleContext, node: Node) -> Layout:
+    """Without a reduction (the normalize pass sees to that) one loss an element."""
+    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if ctx.rank(node) < max(len(shape_of(n)) for n in inputs):
+        raise NotSeparable("a loss summed over the sequence axis")
+    return align(ctx, node, inputs)
 
 
 @rule(*pointwise_ops())

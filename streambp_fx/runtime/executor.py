@@ -42,6 +42,7 @@ class Executor:
         self.results = list(output.args[0])
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options)
+        self.whole_forms: dict[int, Subgraph] = {}
         self.masks = _masks(facts)
         wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
         known = streamed | _whole_inputs(facts)
@@ -51,6 +52,13 @@ class Executor:
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
         self.random = any(_is_random(n) for n in facts.nodes)
         self.one_sweep = _one_sweep(facts, self.runners, self.tail)
+
+    @property
+    def sweeps(self) -> int:
+        """Over the loss head in a training step: 1 or 2, or 0 if the graph has no loss."""
+        if self.one_sweep is not None:
+            return 1
+        return 2 if any(n in self.facts.needs_grad for n in self.tail.outputs) else 0
 
     def __call__(self, *inputs: Any) -> list[Any]:
         with torch._C._DisableAutocast():  # its casts are ops of the graph
@@ -138,6 +146,8 @@ class Executor:
         sizes: dict[sympy.Symbol, int],
         step: Step,
     ) -> None:
+        if not isinstance(runner, Subgraph) and segment.chained and runner.is_full(step):
+            runner = self._whole_form(segment)  # NOTE [chained states]
         if isinstance(runner, Subgraph):
             given = [self._value(n, values, sizes) for n in runner.inputs]
             outputs = WholeSegment.apply(runner.module, runner.random, *given)
@@ -146,6 +156,11 @@ class Executor:
             tensors = [values[n] for n in (*segment.rows, *segment.constants)]
             outputs = StreamedSegment.apply(runner, step, whole, *tensors)
         values.update(zip(segment.outputs, outputs, strict=True))
+
+    def _whole_form(self, segment: Segment) -> Subgraph:
+        if segment.index not in self.whole_forms:
+            self.whole_forms[segment.index] = _whole_form(self.facts, segment)
+        return self.whole_forms[segment.index]
 
     def _loss_in_one_sweep(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step) -> None:
         segment, runner = self.facts.segments[-1], self.runners[-1]
@@ -171,14 +186,17 @@ def _is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def _whole_form(facts: Facts, segment: Segment) -> Subgraph:
+    return Subgraph(facts, segment.outputs, {*segment.rows, *segment.constants, *segment.whole})
+
+
 def _runners(facts: Facts, options: Options) -> list[Any]:
     """A runner for each segment; identical segments share their programs."""
     shared: dict[str, SegmentPrograms] = {}
     runners: list[Any] = []
     for segment in facts.segments:
         if not segment.chunked or segment.kind == "whole":
-            given = {*segment.rows, *segment.constants, *segment.whole}
-            runners.append(Subgraph(facts, segment.outputs, given))
+            runners.append(_whole_form(facts, segment))
             continue
         programs = shared.get(segment.signature)
         if programs is None:

@@ -167,7 +167,8 @@ class SegmentRunner:
     def fill_states(self, step: Step, given: Values, extents: list[Extent]) -> None:
         if self.programs.states:
             for index, extent in enumerate(extents):
-                self.call("states", extent.own(), step, index, given)
+                own = extent if self.segment.chained else extent.own()
+                self.call("states", own, step, index, given)
 
     def backward(self, step: Step, given: Values, like: Tensor, reuse: bool) -> list[Tensor]:
         """Gradients of the streamed inputs; those of the parameters are added to `given.accumulators`.
