@@ -36,7 +36,12 @@ class StateRead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         ctx.gradient.add_(gradient)
-        return ctx.own_gradient, None, None, None, None
+        return _as_result(ctx.own_gradient), None, None, None, None
+
+
+def _as_result(gradient: Tensor) -> Tensor:
+    """A gradient that is an input of the program, as a value that the trace has made (a view of it)."""
+    return gradient.view_as(gradient)
 
 
 def flash_applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -124,7 +129,7 @@ class PrefixAttention(torch.autograd.Function):
             grad_key.narrow(2, start, length).add_(dk)
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)
-        return (grad_query, own_key, own_value, *(None,) * 10)
+        return (grad_query, _as_result(own_key), _as_result(own_value), *(None,) * 10)
 
 
 def attend_plainly(

@@ -136,8 +136,9 @@ def capture(
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
     inputs = [_fake_input(value, table, mode) for value in examples]
+    floats = frozenset(n for n in nodes if float_symbol(n) is not None)
     with mode, fx_traceback.preserve_node_meta():
-        traced = make_fx(Retrace(module).run, pre_dispatch=True, tracing_mode="real")(*inputs)
+        traced = make_fx(Retrace(module, floats).run, pre_dispatch=True, tracing_mode="real")(*inputs)
     result = CapturedGraph(traced, autocast=is_autocast_on(traced))
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for old, new, given, example in zip(nodes, placeholders, inputs, examples, strict=True):
@@ -149,6 +150,15 @@ def capture(
         if example.requires_grad:
             result.differentiable.add(new)
     return result
+
+
+def float_symbol(placeholder: torch.fx.Node) -> str | None:
+    """Name of the symbol of a Python float that comes as a tensor of no dims, or None for other inputs."""
+    memo = getattr(placeholder.meta.get("example_value"), "item_memo", None)
+    users = placeholder.users
+    if memo is None or not users or not all(u.op == "call_method" and u.target == "item" for u in users):
+        return None
+    return getattr(memo.node._expr, "name", None)
 
 
 def is_autocast_on(module: torch.fx.GraphModule) -> bool:

@@ -77,6 +77,8 @@ def find_states(facts: Facts, segment: Segment) -> list[State]:
     inside = set(segment.nodes)
     for mixing in segment.mixings:
         for operand in [n for n, r in edges(facts, mixing.node, Role.ROW) if r is Role.COLUMN]:
+            if facts.kinds[operand] is not Kind.STREAM:
+                continue  # data: its columns are slices
             best = node = operand
             while node.target in VIEW_ONLY and isinstance(node.args[0], Node) and node.args[0] in inside:
                 node = node.args[0]
@@ -152,14 +154,14 @@ class ChunkProgram:
         pending = [(n, Role.ROW) for n in self.targets]
         while pending:
             node, role = pending.pop()
-            if (node, role) in needed or node not in inside:
+            is_state = role is Role.COLUMN and node in self.states
+            if (node, role) in needed or not (is_state or node in inside):
                 continue
             needed.add((node, role))
-            if role is Role.COLUMN and node in self.states:
-                pending.append((node, Role.ROW))
-            else:
-                pending.extend(edges(self.facts, node, role))
-        return [(n, r) for n in self.segment.nodes for r in (Role.ROW, Role.COLUMN) if (n, r) in needed]
+            pending.extend([(node, Role.ROW)] if is_state else edges(self.facts, node, role))
+        # a streamed input may be a state itself: its rows are given, its columns are read
+        nodes = (*self.segment.rows, *self.segment.nodes)
+        return [(n, r) for n in nodes for r in (Role.ROW, Role.COLUMN) if (n, r) in needed]
 
     def _count_readers(self) -> dict[Node, int]:
         """How many column operands come from each state."""

@@ -66,7 +66,19 @@ class CustomFunction:
 
 
 class Retrace(Interpreter):
-    """Runs a Dynamo graph under `make_fx`, keeping custom functions as single nodes."""
+    """Runs a Dynamo graph under `make_fx`, keeping custom functions as single nodes.
+
+    Args:
+        module: the Dynamo graph.
+        floats: placeholders of Python floats that come as tensors: the tensor stands for the number.
+    """
+
+    def __init__(self, module: GraphModule, floats: frozenset[Node] = frozenset()) -> None:
+        super().__init__(module)
+        self.items = {u for n in floats for u in n.users}
+
+    def run_node(self, n: Node) -> Any:
+        return self.env[n.args[0]] if n in self.items else super().run_node(n)
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target is not torch._functorch.autograd_function.autograd_function_apply:

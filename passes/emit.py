@@ -71,7 +71,7 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
         bias = attention.additive(mask, query)
         extra = (bias, run.ranges.prefix, causal, call["scale"])
         return attention.PrefixAttention.apply(query, *in_place, *extra)[0]
-    key, value = (run.values[call[k], Role.COLUMN] for k in ("key", "value"))
+    key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
     if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
         return _attend_on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
     if causal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch.fx import Node
 
 from .ir import Facts, Kind, operands
@@ -29,11 +30,15 @@ def order(facts: Facts) -> Facts:
 
 
 def _widens(facts: Facts, node: Node) -> bool:
-    """True if the operands have fewer bytes a row than the result, or as many and no other reader."""
+    """True if the operands have fewer bytes a row than the result.
+
+    A `detach` goes with what it detaches. Other ops that keep the width stay where the model has them: sums
+    of gradients are taken in that order.
+    """
     if facts.kinds.get(node) is not Kind.STREAM or node in facts.refusals:
         return False
     sources = [n for n in operands(node) if facts.kinds[n] is Kind.STREAM]
     before, width = sum(row_bytes(facts, n) for n in sources), row_bytes(facts, node)
     if not sources or not math.isfinite(width):
         return False
-    return before < width or (before == width and all(len(n.users) == 1 for n in sources))
+    return before < width or node.target is torch.ops.aten.detach.default

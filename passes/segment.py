@@ -131,30 +131,36 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     costs = _alive_costs(facts, order)
     stops = _stops(facts, order)
     head = _head(facts, order, stops[-1] if stops else -1)
-    heads = _inner_heads(facts, order, costs, stops)
-    walls = sorted({*stops, *heads, *(() if head is None else (head,))})
-    gaps = [(a + 1, b) for a, b in zip([0, *walls], walls, strict=False) if b > a]
-    gaps = [(max(1, a), b) for a, b in gaps if b >= max(1, a)]
-    best = [min(costs[a : b + 1]) for a, b in gaps]
-    usual = (c for c, (a, _) in zip(best, gaps, strict=True) if c > 0 and a - 1 not in heads)
-    limit = EXPENSIVE * min(usual, default=math.inf)
+    walls = sorted({*stops, *_inner_heads(facts, order, costs, stops), *(() if head is None else (head,))})
+    gaps = [gap for a, b in itertools.pairwise([-1, *walls]) for gap in _gaps(facts, order, a + 1, b)]
+    ordinary = [min(costs[a : b + 1]) for a, b, usual in gaps if usual]
+    limit = EXPENSIVE * min((c for c in ordinary if c > 0), default=math.inf)
     cuts: list[int] = []
-    for (start, stop), least in zip(gaps, best, strict=True):
-        if math.isinf(least) or least > limit:
+    for start, stop, usual in gaps:
+        least = min(costs[start : stop + 1])
+        if math.isinf(least) or (usual and least > limit):
             continue
-        candidates = [k for k in range(start, stop + 1) if costs[k] == least]
-        cut = candidates[-1]
+        cut = max(k for k in range(start, stop + 1) if costs[k] == least)
         if len(cuts) > 1 and order[start - 1] in facts.mixings:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
             cut = _like_another(order, cuts, near, cut)
         cuts.append(cut)
-    # an embedding stands alone: its output is what a layer stores
-    starts = (k + 1 for k, n in enumerate(order) if _is_source(facts, n))
-    cuts += [k for k in starts if k < len(order) and 0 < costs[k] <= limit]
     # a slice of rows stands alone: before it and after it there are two sequences of different length
     around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
-    cuts = sorted({*cuts, *(p for p in around if 0 < p < len(order) and not math.isinf(costs[p]))})
+    cuts = sorted({*cuts, *(p for p in around if not math.isinf(costs[p]))} - {0, len(order)})
     return cuts, _epilogue(facts, order, costs, head, cuts)
+
+
+def _gaps(facts: Facts, order: list[Node], start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Ranges of positions between two walls in each of which a cut is made; False where it costs little.
+
+    An embedding begins a model: before it, what is alive belongs to another one, and after it lies what its
+    first layer stores.
+    """
+    sources = [k for k in range(start, stop) if _is_source(facts, order[k])]
+    if not sources:
+        return [(start, stop, True)]
+    return [(start, sources[0], False), (sources[-1] + 1, stop, True)]
 
 
 def _is_source(facts: Facts, node: Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from .dynamic import declare_dynamic, remove_declarations
+from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
 from .options import Options
 from .passes import PassError, analyze
@@ -80,6 +80,8 @@ def compile_graph(
     lengths = find_lengths(module, options.seq_dim, all_dynamic=declared)
     if not lengths.sequence and not declared:
         declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
+    if lengths.sequence:
+        specialize_floats(module)
     remove_declarations(module, example_inputs)
     if not lengths.sequence:
         _explain_unstreamed(module, lengths)

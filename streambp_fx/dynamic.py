@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import tensor_always_has_static_shape
 from torch.fx import GraphModule, Node
 
-from .passes.capture import source_name
+from .passes.capture import float_symbol, source_name
 from .passes.sequence import is_called, lengths_read
 
 # Set on an input tensor; read by Dynamo, and no guard depends on it.
@@ -49,6 +50,36 @@ def declare_dynamic(
             new = True
     if new:
         raise TensorifyScalarRestartAnalysis(restart_reason="streambp: the sequence length as a symbol")
+
+
+# Ops that take a tensor of no dims as well as a number.
+ARITHMETIC = {"mul", "add", "sub", "truediv", "div", "neg", "imul", "iadd", "isub", "itruediv"}
+
+
+def specialize_floats(module: GraphModule) -> None:
+    """Ask for constants where a changing float is used in a way that a tensor cannot stand in for it.
+
+    NOTE [floats]: a Python float that may change (a loss weight) comes as a tensor of no dims whose `item()`
+    the graph calls. As an operand of arithmetic the tensor itself serves, and the float may change without
+    another compilation. As an argument that must be a number (a scale of attention) it cannot be traced at
+    all; such floats become constants by the same restart that Inductor uses for them.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: caught by Dynamo, which traces again.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        symbol = float_symbol(node)
+        if symbol is not None and not all(_is_arithmetic(u) for item in node.users for u in item.users):
+            TensorifyState.specialize(symbol)
+            raise TensorifyScalarRestartAnalysis(restart_reason="streambp: a float as a constant")
+
+
+def _is_arithmetic(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name not in ARITHMETIC:
+        return False
+    number = not isinstance(node.meta.get("example_value"), torch.Tensor)
+    return not number or all(_is_arithmetic(u) for u in node.users)
 
 
 def remove_declarations(module: GraphModule, example_inputs: Sequence[Any]) -> None:

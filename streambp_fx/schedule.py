@@ -22,7 +22,7 @@ class Schedule:
         number: schedules are counted in the order in which they are made.
     """
 
-    facts: Facts
+    facts: Facts = field(repr=False)
     options: Options
     sweeps: int = 0
     number: int = field(default_factory=itertools.count().__next__)

@@ -201,7 +201,7 @@ def _runners(facts: Facts, options: Options) -> list[Any]:
         programs = shared.get(segment.signature)
         if programs is None:
             programs = shared[segment.signature] = SegmentPrograms(facts, segment, options.body)
-        rows = options.rows if programs.states else options.loss_chunk
+        rows = options.rows if segment.mixings else options.loss_chunk
         runners.append(SegmentRunner(facts, segment, programs, rows))
     return runners
 

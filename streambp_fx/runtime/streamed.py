@@ -75,7 +75,7 @@ class SegmentRunner:
         result = []
         total = step.total - self.segment.removed
         for start, rows in split_rows(total, chunk):
-            low = 0 if self.programs.states else start
+            low = 0 if self.segment.mixings else start
             if self.segment.window is not None and not full:
                 low = max(0, start - int(self.segment.window) + 1)
             result.append(Extent(rows, start - low, low, total, full))
