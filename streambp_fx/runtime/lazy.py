@@ -53,8 +53,8 @@ class LazyTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self._value is None:
                 assert self._compute is not None
-                value, self._compute = self._compute(), None
-                self._value = _Read.apply(self, value) if self.requires_grad else value
+                compute, self._compute = self._compute, None
+                self._value = _Read.apply(self, compute) if self.requires_grad else compute()
             return self._value
 
     @classmethod
@@ -85,8 +85,9 @@ class _Read(torch.autograd.Function):
     """The value of a lazy tensor; its gradient is the lazy tensor's."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
+    def forward(ctx: Any, lazy: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        value = compute()
+        return value.clone() if value._is_view() else value  # views cannot be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:

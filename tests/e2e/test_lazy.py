@@ -1,0 +1,217 @@
+"""Logits of a compiled model: computed when somebody reads them, and then as good as eager's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import assert_close_grads, grads, in_double
+from e2e_models import CHUNK, LOSS_CHUNK, VOCAB, build, plain
+
+from streambp_fx.runtime.lazy import LazyTensor
+
+OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
+LENGTH = 37
+
+
+class Pair:
+    """An eager model and a compiled one with the same weights, and outputs of both on one batch."""
+
+    def __init__(self, **options: Any) -> None:
+        self.eager = build("llama")
+        self.model = copy.deepcopy(self.eager)
+        self.call = torch.compile(self.model, backend="streambp", options={**OPTIONS, **options})
+        self.batch = plain(2, LENGTH)
+
+    def outputs(self) -> tuple[Any, Any]:
+        self.eager.zero_grad()
+        self.model.zero_grad()
+        return self.eager(**self.batch), self.call(**self.batch)
+
+    def check_grads(self) -> None:
+        assert_close_grads(grads(self.model), grads(self.eager), 1e-9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _double() -> Iterator[None]:
+    """Two gradients that meet in a float32 cast would differ by its roundings."""
+    torch._dynamo.reset()
+    with in_double(functools.partial(build, "llama")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(_double: None) -> Pair:
+    return Pair()
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "read": lambda x: x + 0,
+    "indexed": lambda x: x[:, -1, 3:5],
+    "moved": lambda x: x.to("cpu", torch.float32) + 0,
+    "cast": lambda x: x.float() + 0,
+    "argmax": lambda x: x.argmax(-1),
+    "compared": lambda x: x > 0,
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+    "list": lambda x: torch.tensor(x[0, 0].tolist()),
+    "joined": lambda x: torch.cat([x, x], 1),
+    "softmax": lambda x: torch.nn.functional.log_softmax(x, -1),
+    "into another": lambda x: torch.zeros(x.shape, dtype=x.dtype).copy_(x),
+    "an item": lambda x: torch.tensor(x[0, 0, 0].item()),
+    "iterated": lambda x: torch.stack(list(x)),
+    "divided in place": lambda x: x.div_(2.0),
+    "pickled": lambda x: pickle.loads(pickle.dumps(x.detach())),
+    "saved": lambda x: _saved(x.detach()),
+    "copied": lambda x: copy.deepcopy(x.detach()),
+}
+
+
+def _saved(x: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_reads(pair: Pair, how: str) -> None:
+    want, got = pair.outputs()
+    assert isinstance(got.logits, LazyTensor) and got.logits._value is None
+    with torch.no_grad():
+        expected, found = READS[how](want.logits), READS[how](got.logits)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_is_known_without_reading(pair: Pair) -> None:
+    want, got = (o.logits for o in pair.outputs())
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "is_cuda"):
+        assert getattr(got, name) == getattr(want, name), name
+    assert (got.size(1), got.dim(), got.numel(), len(got)) == (want.size(1), 3, want.numel(), 2)
+    assert got.grad_fn is not None and isinstance(got, torch.Tensor) and hash(got) == hash(got)
+    assert isinstance(got.detach(), LazyTensor) and not got.detach().requires_grad
+    assert isinstance(got.float(), LazyTensor) and got.float().dtype == torch.float32
+    assert got.double() is got
+    assert got._value is None
+
+
+def test_printed(pair: Pair) -> None:
+    want, got = (o.logits for o in pair.outputs())
+    assert repr(got.detach() + 0) == repr(want.detach())
+    assert "tensor(" in repr(got) and "tensor(" in f"{got}"
+
+
+def test_nobody_reads_them(pair: Pair) -> None:
+    want, got = pair.outputs()
+    want.loss.backward()
+    got.loss.backward()
+    assert got.logits._value is None
+    pair.check_grads()
+    torch.testing.assert_close(got.logits.detach() + 0, want.logits.detach())
+
+
+DIFFERENTIATED: dict[str, Callable[[Any], Any]] = {
+    "a loss on them as well": lambda o: o.loss + o.logits.square().mean(),
+    "through a cast": lambda o: o.loss + o.logits.float().square().mean().double(),
+    "twice": lambda o: o.loss + o.logits[:, :5].mean() + (o.logits * 3).exp().mean(),
+    "without the loss": lambda o: o.logits.square().mean(),
+    "changed in place": lambda o: o.loss + o.logits.mul_(2.0).square().mean(),
+    "the loss halved": lambda o: 0.5 * o.loss + o.logits.tanh().mean(),
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIATED)
+def test_gradients_reach_the_model(pair: Pair, how: str) -> None:
+    want, got = pair.outputs()
+    DIFFERENTIATED[how](want).backward()
+    DIFFERENTIATED[how](got).backward()
+    # a cast to float32 in the middle is as exact as float32
+    rtol = 1e-6 if how == "through a cast" else 1e-9
+    assert_close_grads(grads(pair.model), grads(pair.eager), rtol)
+
+
+def test_an_autograd_function_of_the_user(pair: Pair) -> None:
+    """It does not go through Python's dispatch of tensor subclasses; its gradient must arrive all the same."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    want, got = pair.outputs()
+    (want.loss + Double.apply(want.logits).square().mean()).backward()
+    (got.loss + Double.apply(got.logits).square().mean()).backward()
+    pair.check_grads()
+
+
+def test_after_backward_the_value_is_there_and_its_gradient_is_refused(pair: Pair) -> None:
+    want, got = pair.outputs()
+    want.loss.backward()
+    got.loss.backward()
+    assert torch.equal(got.logits.argmax(-1), want.logits.argmax(-1))
+    with pytest.raises(RuntimeError, match="second time"):
+        got.logits.mean().backward()
+
+
+def test_a_hook_and_a_retained_gradient(pair: Pair) -> None:
+    want, got = pair.outputs()
+    seen: list[torch.Tensor] = []
+    got.logits.register_hook(lambda g: seen.append(g))
+    got.logits.retain_grad()
+    want.logits.retain_grad()
+    for output in (want, got):
+        (output.loss + output.logits.square().mean()).backward()
+    # eager's own loss goes through its logits as well; a lazy tensor gets the rest
+    expected = 2 * want.logits.detach() / want.logits.numel()
+    torch.testing.assert_close(seen[0], expected)
+    torch.testing.assert_close(got.logits.grad, expected)
+
+
+def test_keep_stores_them() -> None:
+    pair = Pair(logits="keep")
+    want, got = pair.outputs()
+    assert type(got.logits) is torch.Tensor
+    (want.loss + want.logits.square().mean()).backward()
+    (got.loss + got.logits.square().mean()).backward()
+    pair.check_grads()
+
+
+def test_drop_leaves_none() -> None:
+    want, got = (pair := Pair(logits="drop")).outputs()
+    want.loss.backward()
+    got.loss.backward()
+    assert got.logits is None
+    pair.check_grads()
+
+
+def test_without_labels_they_are_real_and_differentiable() -> None:
+    pair = Pair()
+    del pair.batch["labels"]
+    want, got = pair.outputs()
+    assert type(got.logits) is torch.Tensor and got.logits.shape == (2, LENGTH, VOCAB)
+    want.logits.square().mean().backward()
+    got.logits.square().mean().backward()
+    pair.check_grads()
+
+
+def test_transform_can_be_lazy_too() -> None:
+    import streambp_fx
+
+    eager = build("llama")
+    model = streambp_fx.transform(copy.deepcopy(eager), logits="lazy", **OPTIONS)
+    batch = plain(2, LENGTH)
+    want, got = eager(**batch), model(**batch)
+    assert isinstance(got.logits, LazyTensor)
+    (want.loss + want.logits.square().mean()).backward()
+    (got.loss + got.logits.square().mean()).backward()
+    assert_close_grads(grads(model), grads(eager), 1e-9)
