@@ -36,7 +36,17 @@ def axes(captured: CapturedGraph, sequence: sympy.Symbol | None) -> Facts:
             facts.needs_grad.add(node)
         if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
             facts.layouts[node] = _layout(facts, context, node)
+    facts.needs_grad = _reached_by_gradients(facts)
     return facts
+
+
+def _reached_by_gradients(facts: Facts) -> set[Node]:
+    """Of the differentiable nodes those that a gradient of an output comes to."""
+    reached: set[Node] = set()
+    for node in reversed(facts.nodes):
+        if node.op == "output" or (node in reached and node.target is not torch.ops.aten.detach.default):
+            reached.update(n for n in node.all_input_nodes if n in facts.needs_grad)
+    return reached
 
 
 def _kind(facts: Facts, node: Node) -> Kind:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch.fx import Node
 
 from .ir import Facts, Kind, operands
@@ -32,8 +31,8 @@ def order(facts: Facts) -> Facts:
 def _widens(facts: Facts, node: Node) -> bool:
     """True if the operands have fewer bytes a row than the result.
 
-    A `detach` goes with what it detaches. Other ops that keep the width stay where the model has them: sums
-    of gradients are taken in that order.
+    Ops that keep the width go along if no gradient passes through them. Others stay where the model has them:
+    sums of gradients are taken in that order.
     """
     if facts.kinds.get(node) is not Kind.STREAM or node in facts.refusals:
         return False
@@ -41,4 +40,5 @@ def _widens(facts: Facts, node: Node) -> bool:
     before, width = sum(row_bytes(facts, n) for n in sources), row_bytes(facts, node)
     if not sources or not math.isfinite(width):
         return False
-    return before < width or node.target is torch.ops.aten.detach.default
+    along = node not in facts.needs_grad and all(len(n.users) == 1 for n in sources)
+    return before < width or (before == width and along)

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from streambp_fx.backend import CompiledGraph
+
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operations made and nobody has let go yet.
@@ -44,6 +46,23 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 self._count(t)
         return out
+
+
+def measure_compiled(monkeypatch: Any, loss: Callable[[], torch.Tensor], known: Any = ()) -> LiveBytes:
+    """The same for a compiled step: Dynamo refuses dispatch modes, so only what runs is under the meter."""
+    meter = LiveBytes(known)
+    real = CompiledGraph.__call__
+
+    def metered(self: Any, *inputs: Any) -> Any:
+        with meter:
+            return real(self, *inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledGraph, "__call__", metered)
+        value = loss()
+    with meter:
+        value.backward()
+    return meter
 
 
 def measure(run: Callable[[], Any], known: Any = ()) -> LiveBytes:

@@ -137,7 +137,7 @@ def test_gradients_reach_the_model(pair: Pair, how: str) -> None:
 
 
 def test_an_autograd_function_of_the_user(pair: Pair) -> None:
-    """It does not go through Python's dispatch of tensor subclasses; its gradient must arrive all the same."""
+    """It does not go through Python's dispatch of subclasses; its gradient must arrive all the same."""
 
     class Double(torch.autograd.Function):
         @staticmethod
