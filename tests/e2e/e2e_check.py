@@ -25,7 +25,8 @@ RTOL = {torch.float64: 1e-9, torch.float32: 1e-5}
 # What rounding alone may leave in a gradient that is small beside the whole: as eager's own roundings
 # are of the size of eps times the largest terms. A key bias under softmax, for one, has the gradient 0
 # and eager returns noise for it.
-FLOOR = {torch.float64: 32 * torch.finfo(torch.float64).eps, torch.float32: torch.finfo(torch.float32).eps}
+FLOOR = {torch.float64: 32 * torch.finfo(torch.float64).eps}
+FLOOR |= {d: torch.finfo(d).eps for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
 def transform(model: Any, **options: Any) -> Any:

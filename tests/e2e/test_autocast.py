@@ -1,0 +1,163 @@
+"""Autocast, gradient scaling, default dtypes and mixed weights: as eager under the same context."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import assert_close_grads, grads, total_error
+from e2e_models import CHUNK, LOSS_CHUNK, build, padded, plain
+
+import streambp_fx
+
+OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
+DOORS: dict[str, Callable[[Any], Any]] = {
+    "compile": lambda m: torch.compile(m, backend="streambp", options=OPTIONS),
+    "transform": lambda m: streambp_fx.transform(m, **OPTIONS),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def gradients(model: Any, call: Any, batch: dict[str, Any], dtype: torch.dtype, scale: float = 1.0) -> Any:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype):
+        loss = call(**batch).loss
+    (loss * scale).backward()
+    found = grads(model)
+    return {n: None if g is None else g / scale for n, g in found.items()}
+
+
+def errors(family: str, impl: str, dtype: torch.dtype, door: str, scale: float = 1.0) -> tuple[float, float]:
+    """L2 distances from float32 of the compiled step and of eager, both under autocast."""
+    eager = build(family, impl, dtype=torch.float32)
+    exact, model = copy.deepcopy(eager), copy.deepcopy(eager)
+    call = DOORS[door](model)
+    runs: list[tuple[Any, Any]] = []
+    theirs: list[tuple[Any, Any]] = []
+    for seed in range(4):
+        batch = plain(2, 67, seed)
+        exact.zero_grad()
+        exact(**batch).loss.backward()
+        truth = grads(exact)
+        runs.append((gradients(model, call, batch, dtype, scale), truth))
+        theirs.append((gradients(eager, eager, batch, dtype, scale), truth))
+    assert all(g.dtype == torch.float32 for g in runs[0][0].values() if g is not None)
+    return total_error(runs), total_error(theirs)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("family", "impl"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt_neox", "sdpa")])
+def test_bfloat16(family: str, impl: str, door: str) -> None:
+    ours, theirs = errors(family, impl, torch.bfloat16, door)
+    assert 0 < ours <= 1.1 * theirs, f"{ours:.4e} against eager's {theirs:.4e}"
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_float16(scale: float) -> None:
+    """Without a scale eager's small gradients vanish; ours must not be worse, with or without."""
+    ours, theirs = errors("llama", "sdpa", torch.float16, "compile", scale)
+    assert 0 < ours <= 1.1 * theirs, f"{ours:.4e} against eager's {theirs:.4e}"
+
+
+def test_bfloat16_is_nearly_bitwise_where_nothing_is_summed_apart() -> None:
+    """One chunk holds everything: what is left is the order of sums in float32."""
+    eager = build("llama", dtype=torch.float32)
+    model = copy.deepcopy(eager)
+    call = torch.compile(model, backend="streambp", options={"chunk": 128, "loss_chunk": 128})
+    want = gradients(eager, eager, plain(2, 37), torch.bfloat16)
+    got = gradients(model, call, plain(2, 37), torch.bfloat16)
+    assert_close_grads(got, want, 2e-2)
+
+
+def test_a_grad_scaler_takes_the_same_steps() -> None:
+    eager = build("llama", dtype=torch.float32)
+    model = copy.deepcopy(eager)
+    call = DOORS["compile"](model)
+    losses: dict[str, list[float]] = {}
+    for name, own, run in (("eager", eager, eager), ("compiled", model, call)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+        losses[name] = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = run(**plain(2, 67, seed)).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses[name].append(float(loss.detach()))
+        assert scaler.get_scale() == 2.0**10, "no step overflowed"
+    assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)
+
+
+def test_on_and_off_in_turns_and_backward_inside() -> None:
+    eager = build("llama", dtype=torch.float32)
+    model = copy.deepcopy(eager)
+    call = DOORS["compile"](model)
+    for enabled, batch in ((True, plain(2, 37)), (False, plain(2, 37)), (True, padded(41, "left"))):
+        for own, run in ((eager, eager), (model, call)):
+            own.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                run(**batch).loss.backward()
+        assert_close_grads(grads(model), grads(eager), 5e-2 if enabled else 1e-5)
+
+
+def test_autocast_inside_a_function() -> None:
+    eager = build("llama", dtype=torch.float32)
+    model = copy.deepcopy(eager)
+
+    def step(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = m(input_ids=ids).logits
+        return logits.float().log_softmax(-1)[..., 3].mean()
+
+    call = torch.compile(lambda ids: step(model, ids), backend="streambp", options=OPTIONS)
+    ids = plain(2, 67)["input_ids"]
+    step(eager, ids).backward()
+    call(ids).backward()
+    assert_close_grads(grads(model), grads(eager), 5e-2)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_default_dtype(family: str) -> None:
+    with default_dtype(torch.float64):
+        eager = build(family, dtype=torch.float64)
+        model = copy.deepcopy(eager)
+        call = DOORS["compile"](model)
+        for batch in (plain(2, 67), padded(41, "right")):
+            for own, run in ((eager, eager), (model, call)):
+                own.zero_grad()
+                run(**batch).loss.backward()
+            assert_close_grads(grads(model), grads(eager), 1e-6)
+
+
+def test_weights_of_several_dtypes() -> None:
+    """Norms in float32 among bfloat16 weights, as mixed recipes keep them, under autocast."""
+    eager = build("llama", dtype=torch.bfloat16)
+    for name, parameter in eager.named_parameters():
+        if "norm" in name or "embed" in name:
+            parameter.data = parameter.data.float()
+    model = copy.deepcopy(eager)
+    call = DOORS["compile"](model)
+    want = gradients(eager, eager, plain(2, 67), torch.bfloat16)
+    got = gradients(model, call, plain(2, 67), torch.bfloat16)
+    assert {g.dtype for g in got.values()} == {torch.float32, torch.bfloat16}
+    assert_close_grads(got, want, 5e-2)
