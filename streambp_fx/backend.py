@@ -159,7 +159,10 @@ class CompiledGraph:
         if self.report is not None:
             self.report(schedule)
         if not facts.segments:
-            _warn("the model runs unstreamed: nothing of it depends on both parameters and the sequence")
+            why = "nothing of it depends on both parameters and the sequence"
+            if facts.sequence is None:
+                why = "its sequence length became a constant when the graph was traced"
+            _warn(f"the graph runs unstreamed: {why}")
             return self.module
         _warn_unchunked(facts)
         return executor

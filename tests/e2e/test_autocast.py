@@ -21,6 +21,9 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("error::streambp_fx.StreamBPWarning")
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch._dynamo.reset()
@@ -32,6 +35,9 @@ def gradients(model: Any, call: Any, batch: dict[str, Any], dtype: torch.dtype, 
         loss = call(**batch).loss
     (loss * scale).backward()
     found = grads(model)
+    if call is not model or "forward" in vars(model):
+        left = [s.reason for s in streambp_fx.schedule(model).segments if not s.chunked]
+        assert not left, left
     return {n: None if g is None else g / scale for n, g in found.items()}
 
 
