@@ -122,9 +122,17 @@ def is_product(facts: Facts, node: Node) -> bool:
 
 
 def _head(facts: Facts, order: list[Node], after: int) -> int | None:
-    """The last product with a parameter after the last mixing op: what follows is the head."""
-    found = (k for k in range(len(order) - 1, after, -1) if is_product(facts, order[k]))
-    return next(found, None)
+    """The last product with a parameter after the last mixing op, if what follows is a head.
+
+    It is one if a loss is made of it or if its result is wider than its operand; the last product of a
+    decoder layer that was captured alone is neither.
+    """
+    found = next((k for k in range(len(order) - 1, after, -1) if is_product(facts, order[k])), None)
+    if found is None or any(facts.kinds.get(n) is Kind.REDUCED for n in facts.nodes):
+        return found
+    sources = [n for n in operands(order[found]) if facts.kinds[n] is Kind.STREAM]
+    wide = all(row_bytes(facts, order[found]) > row_bytes(facts, n) for n in sources)
+    return found if wide else None
 
 
 def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
@@ -145,6 +153,9 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
             cut = _like_another(order, cuts, near, cut)
         cuts.append(cut)
+    if head is None and len(cuts) > 1 and stops:
+        near = [k for k in range(stops[-1] + 1, len(order)) if costs[k] <= 2 * min(ordinary)]
+        cuts.append(_like_another(order, cuts, near, len(order)))
     # a slice of rows stands alone: before it and after it there are two sequences of different length
     around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
     cuts = sorted({*cuts, *(p for p in around if not math.isinf(costs[p]))} - {0, len(order)})

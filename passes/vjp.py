@@ -154,7 +154,10 @@ class SegmentPrograms:
             module = restrict(traced.module, wanted, len(names), writes=writes)
         else:
             module = traced.module
-        return lower(module, len(slots.accumulators), names, self.body, traced.fakes[: len(names)])
+        try:
+            return lower(module, len(slots.accumulators), names, self.body, traced.fakes[: len(names)])
+        except Exception as error:
+            raise PassError("lower", error) from error
 
     def slots(self, kind: str) -> Slots:
         segment = self.segment
