@@ -137,10 +137,12 @@ def attend_plainly(
 ) -> Tensor:
     """Attention as products and a softmax: any device, any head sizes, and dropout."""
     groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
+    if dropout is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=groups > 1
+        )
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if dropout is None:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-1, -2) * scale
     bias = additive(mask, scores)

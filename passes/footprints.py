@@ -25,7 +25,6 @@ class Support:
     """Where a (row, column) value is other than "masked out": minus infinity, or zero after softmax."""
 
     mask: Node
-    negated: bool = False
     zero: bool = False
 
 
@@ -50,8 +49,13 @@ def footprints(facts: Facts) -> Facts:
 def mask_facts(facts: Facts, mask: Node) -> Any:
     """What is proved about a mask (cached on the facts)."""
     if mask not in facts.masks:
-        facts.masks[mask] = analyze(mask, facts.sequence, lambda n: facts.kinds.get(n) is Kind.WHOLE)
+        facts.masks[mask] = _analyze(facts, mask, true_attends=True)
     return facts.masks[mask]
+
+
+def _analyze(facts: Facts, mask: Node, true_attends: bool) -> Any:
+    is_whole = lambda n: facts.kinds.get(n) is Kind.WHOLE  # noqa: E731
+    return analyze(mask, facts.sequence, is_whole, true_attends=true_attends)  # type: ignore[arg-type]
 
 
 def _reach(facts: Facts, mask: Node) -> tuple[Reach, Any]:
@@ -81,7 +85,7 @@ def _support(facts: Facts, node: Node, support: dict[Node, Support]) -> Support 
     if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         source, mask, value = node.args
         if isinstance(value, (int, float)) and _masks_out(node, value) and _is_mask(facts, mask):
-            return support.get(source) or _inverted(facts, mask)
+            return support.get(source) or _hidden(facts, mask)
         return None
     carried = support.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
     if carried is None:
@@ -89,7 +93,7 @@ def _support(facts: Facts, node: Node, support: dict[Node, Support]) -> Support 
     if node.target in (aten.softmax.int, aten._softmax.default):
         axis = facts.layouts[node][node.args[1]]  # type: ignore[index]
         over_columns = axis is not None and axis.role is Role.COLUMN
-        return Support(carried.mask, carried.negated, zero=True) if over_columns else None
+        return Support(carried.mask, zero=True) if over_columns else None
     keeps = node.target in KEEPS or (carried.zero and node.target in KEEPS_ZERO)
     return carried if keeps else None
 
@@ -113,11 +117,14 @@ def _additive(facts: Facts, node: Node) -> Support | None:
     return None
 
 
-def _inverted(facts: Facts, mask: Node) -> Support | None:
-    """`masked_fill(scores, mask, -inf)` masks out where `mask` is true: read it through its negation."""
+def _hidden(facts: Facts, mask: Node) -> Support | None:
+    """`masked_fill(scores, mask, -inf)` masks out where `mask` is true."""
     if mask.target in (aten.logical_not.default, aten.bitwise_not.default):
         return Support(mask.args[0])
-    return None
+    if facts.kinds[mask] is not Kind.SQUARE or any(m.mask is mask for m in facts.mixings.values()):
+        return None  # already read the other way round, as what may be attended to
+    facts.masks[mask] = _analyze(facts, mask, true_attends=False)
+    return Support(mask)
 
 
 KEEPS = {

@@ -10,6 +10,7 @@ from .versions import check_versions
 check_versions()
 
 from .errors import CaptureError, CompileError, StreamBPError, StreamBPWarning  # noqa: E402
+from .explain import explain  # noqa: E402
 from .options import Options  # noqa: E402
 from .schedule import Schedule  # noqa: E402
 from .transform import restore, schedule, transform  # noqa: E402
@@ -22,6 +23,7 @@ __all__ = [
     "Schedule",
     "StreamBPError",
     "StreamBPWarning",
+    "explain",
     "restore",
     "schedule",
     "transform",

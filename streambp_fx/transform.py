@@ -179,7 +179,7 @@ class StreamedForward:
                 raise getattr(error, "inner_exception", cause) from error
             raise CaptureError(_in_plain_words(self.model, error)) from error
 
-    def _compile(self) -> Any:
+    def _compile(self, backend: Any = None) -> Any:
         """A function of its own for this model, so that its compiled code is not shared with other models."""
 
         def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
@@ -197,7 +197,7 @@ class StreamedForward:
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
         )
-        backend = functools.partial(_backend, owner=self)
+        backend = backend or functools.partial(_backend, owner=self)
         return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -66,6 +67,16 @@ def almost_causal(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
 
+def filled(x: torch.Tensor, hidden: Callable[[Any, Any], torch.Tensor], value: float) -> torch.Tensor:
+    """Attention by hand; scores are filled where the mask is true."""
+    i = torch.arange(x.shape[1])
+    scores = (x @ x.transpose(1, 2)).masked_fill(hidden(i[:, None], i[None, :]), value)
+    return scores.softmax(-1) @ x
+
+
+HUGE = torch.finfo(torch.float64).min
+
+
 def conv(x: torch.Tensor, ahead: int) -> torch.Tensor:
     kernel = torch.linspace(-1, 1, 3 * HIDDEN, dtype=x.dtype).view(HIDDEN, 1, 3)
     padded_x = F.pad(x.transpose(1, 2), (2 - ahead, ahead))
@@ -78,6 +89,11 @@ MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bidirectional attention": attend_both_ways,
     "bidirectional scores": scores_both_ways,
     "a mask that looks one row ahead": almost_causal,
+    "hidden by minus infinity": lambda x: filled(x, lambda i, j: j > i, -math.inf),
+    "hidden by a huge number": lambda x: filled(x, lambda i, j: j > i, HUGE),
+    "hidden by a huge number, a window": lambda x: filled(x, lambda i, j: (j > i) | (j <= i - 9), HUGE),
+    "rows that see nothing": lambda x: filled(x, lambda i, j: (j > i) | (i < 3), HUGE),
+    "all but the next are hidden": lambda x: filled(x, lambda i, j: j <= i, HUGE),
     "roll back": lambda x: x.roll(1, 1),
     "roll ahead": lambda x: x.roll(-1, 1),
     "flip": lambda x: x.flip(1),

@@ -52,6 +52,30 @@ def test_reach(body: object, reach: Reach, window: int | None) -> None:
         assert (found, layer.window) == (reach, window)
 
 
+@pytest.mark.parametrize(
+    "hidden, reach",
+    [
+        (lambda i, j: j > i, Reach.CAUSAL),
+        (lambda i, j: ~(j <= i), Reach.CAUSAL),
+        (lambda i, j: (j > i) | (j <= i - 5), Reach.WINDOW),
+        (lambda i, j: j <= i, Reach.FULL),
+        (lambda i, j: j > i + 1, Reach.FULL),
+        (lambda i, j: (j > i) & (j > 3), Reach.FULL),
+    ],
+    ids=["later", "not earlier", "later or too early", "earlier", "all but the next", "later but for three"],
+)
+def test_scores_that_are_filled_with_minus_infinity(hidden: object, reach: Reach) -> None:
+    """The mask of `masked_fill` is true where nothing may be read."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        q, k, v = model.heads(x)
+        scores = (q @ k.transpose(2, 3)).masked_fill(hidden(*positions(x)), float("-inf"))  # type: ignore[operator]
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    layer = one_layer(body).segments[1]
+    assert layer.chunked and layer.reach is reach
+
+
 class Stack(nn.Module):
     def __init__(self, layers: int) -> None:
         super().__init__()

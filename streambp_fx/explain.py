@@ -1,0 +1,88 @@
+"""The schedule of a training step that is not run: for models of any size, also ones without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from .backend import compile_graph
+from .errors import CaptureError
+from .options import Options
+from .schedule import Schedule
+from .transform import StreamedForward, restore, transform
+
+
+class _Explained(Exception):
+    """Leaves Dynamo's trace with the schedule, before anything runs."""
+
+
+def explain(
+    model: nn.Module, seq_len: int, batch_size: int = 1, chunk: int | str = "auto", **options: Any
+) -> Schedule:
+    """The schedule of a training step with labels, without running it.
+
+    Nothing of the size of the sequence is computed or allocated but the token ids. The weights may be on the
+    meta device (`with torch.device("meta"): model = ...`).
+
+    Args:
+        model: a causal language model, transformed or not; it is left as it was.
+        seq_len: tokens of each sequence, at least 2.
+        batch_size: sequences in the batch.
+        chunk: rows of the sequence in a chunk of a layer, or "auto".
+        options: the other fields of `Options`.
+
+    Raises:
+        ValueError: a size or an option is not allowed.
+        CaptureError: the model's forward cannot be captured as one graph.
+        CompileError: a pass failed.
+    """
+    for name, value, least in (("seq_len", seq_len, 2), ("batch_size", batch_size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+    parsed = Options.parse({"chunk": chunk, **options})
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
+    found: list[Schedule] = []
+    with _prepared(model, parsed, found), contextlib.suppress(_Explained):
+        model(input_ids=ids, labels=ids.clone())
+    if not found:
+        raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
+    return found[-1]
+
+
+@contextlib.contextmanager
+def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
+    """The model in training mode, with a forward that only explains itself; put back afterwards."""
+    forward, modes = vars(model).get("forward"), {m: m.training for m in model.modules()}
+    restore(model)
+    model.train()
+    try:
+        transform(model)
+        streamed = vars(model)["forward"]
+        streamed.options = options
+        streamed._compiled = streamed._compile(functools.partial(_explain_graph, streamed, found))
+        with torch.enable_grad():
+            yield
+    finally:
+        restore(model)
+        if isinstance(forward, StreamedForward):
+            model.forward = forward  # type: ignore[method-assign]
+        for module, training in modes.items():
+            module.training = training
+
+
+def _explain_graph(
+    owner: StreamedForward, found: list[Schedule], module: GraphModule, example_inputs: Sequence[Any]
+) -> Any:
+    compile_graph(module, example_inputs, owner.options, found.append, declared=True)
+
+    def leave(*inputs: Any) -> Any:
+        raise _Explained
+
+    return leave
