@@ -53,6 +53,7 @@ def explain(
         model(input_ids=ids, labels=ids.clone())
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
+    found[-1].seq_len = seq_len
     return found[-1]
 
 
