@@ -87,6 +87,11 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
         layout = function(context, node)
         if any(len(layout) != t.dim() for t in tensors_of(node)[:1]):
             raise NotSeparable(f"the rule of {node.target} does not fit its result")
+        if facts.kinds[node] is Kind.WHOLE:  # NOTE [whole values]
+            shape = shape_of(node)
+            layout = tuple(
+                ROW if a is None and s == facts.sequence else a for a, s in zip(layout, shape, strict=True)
+            )
         return layout
     except (NotSeparable, ValueError, IndexError, TypeError) as refusal:  # a form the rule never met
         if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):

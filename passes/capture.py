@@ -80,7 +80,8 @@ class SymbolTable:
             return self._length
         if symbol not in self._symbols:
             hint = int(value.node.shape_env.var_to_hint_override.get(symbol, 0)) or _hint(value, symbol)
-            self._symbols[symbol] = self.new(str(symbol), hint)
+            longer = self.lengths.longer if self.lengths is not None and shared else 0
+            self._symbols[symbol] = self.new(str(symbol), hint - longer) + longer
         if shared:
             self._length = self._symbols[symbol]
         return self._symbols[symbol]

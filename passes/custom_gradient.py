@@ -81,6 +81,9 @@ class Retrace(Interpreter):
         return self.env[n.args[0]] if n in self.items else super().run_node(n)
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            # a checkpointed region: what is recomputed is decided by the schedule
+            return Retrace(args[0]).run(*args[1:])
         if target is not torch._functorch.autograd_function.autograd_function_apply:
             return super().call_function(target, args, kwargs)
         if kwargs.get("dirty_idx"):

@@ -7,6 +7,7 @@ is left alone, with a reason.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,11 +28,14 @@ class Lengths:
     Attributes:
         sequence: symbols that stand for the sequence length; all have the same value.
         others: every other symbol of the inputs, with its value when the graph was captured.
+        longer: rows that inputs have more than the sequence that is streamed: 1 where a function makes tokens
+            and labels of one input, `ids[:, :-1]` and `ids[:, 1:]`.
         reason: why there is no sequence, if there is none.
     """
 
     sequence: frozenset[sympy.Symbol] = frozenset()
     others: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    longer: int = 0
     reason: str | None = None
 
 
@@ -87,7 +91,16 @@ def find_lengths(
         return Lengths(others=values, reason=str(ambiguous))
     others = {s: v for s, v in values.items() if s not in found}
     reason = None if found else "no op of the graph reads along a dim that stands for the sequence length"
-    return Lengths(frozenset(found), others, reason)
+    return Lengths(frozenset(found), others, _longer(module, found), reason)
+
+
+def _longer(module: GraphModule, found: set[sympy.Symbol]) -> int:
+    """By how much the inputs are longer than what the ops read along; 0 if that is not one number."""
+    reads = [expression(s) for s in _sizes_read(module)]
+    of_sequence = [e for e in reads if e.free_symbols and e.free_symbols <= found]
+    missing = {sympy.simplify(s - e) for e in of_sequence for s in e.free_symbols}
+    (number,) = missing if len(missing) == 1 else (sympy.S.Zero,)
+    return int(number) if number.is_Integer and number > 0 else 0
 
 
 def lengths_read(module: GraphModule) -> set[int]:
@@ -137,9 +150,10 @@ def _voted(module: GraphModule) -> set[sympy.Symbol]:
 
 
 def _sizes_read(module: GraphModule) -> list[Any]:
+    graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]  # bodies of regions as well
     for table in (ATTENTION, SCANS):
         found = []
-        for node in module.graph.nodes:
+        for node in itertools.chain.from_iterable(g.nodes for g in graphs):
             rule = table.get(_name(node)) if node.op in ("call_function", "call_method") else None
             for operand, dim in rule(node) if rule is not None else ():
                 value = operand.meta.get("example_value") if isinstance(operand, Node) else None

@@ -93,13 +93,12 @@ class Executor:
             for symbol, actual in zip(
                 *((declared.shape, value.shape) if tensor else ([declared], [value])), strict=True
             ):
-                if isinstance(symbol, torch.SymInt) and isinstance(expression(symbol), sympy.Symbol):
-                    known = sizes.setdefault(expression(symbol), int(actual))
-                    if known != actual:
-                        raise ValueError(
-                            f"the inputs have different sequence lengths, {known} and {int(actual)}; "
-                            "a streamed model takes them to be equal"
-                        )
+                found = _solved(symbol, int(actual))
+                if found is not None and sizes.setdefault(*found) != found[1]:
+                    raise ValueError(
+                        f"the inputs have different sequence lengths, {sizes[found[0]]} and {found[1]}; "
+                        "a streamed model takes them to be equal"
+                    )
         return sizes
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
@@ -173,6 +172,16 @@ class Executor:
 
         found = OneSweepHead.apply(runner, step, whole, epilogue, self.one_sweep, *tensors)
         values.update(zip(self.tail.outputs, found, strict=True))
+
+
+def _solved(declared: int | torch.SymInt, actual: int) -> tuple[sympy.Symbol, int] | None:
+    """The symbol of a declared size and its value, if the size is a symbol or a number more than one."""
+    expr = expression(declared)
+    if len(expr.free_symbols) != 1:
+        return None
+    (symbol,) = expr.free_symbols
+    more = expr - symbol
+    return (symbol, actual - int(more)) if more.is_Integer else None
 
 
 def _attribute(facts: Facts, node: Node) -> Any:

@@ -168,6 +168,37 @@ def test_a_float_that_changes(analysed: list[Any]) -> None:
     assert len(analysed) == 2
 
 
+def test_tokens_and_labels_of_one_input(analysed: list[Any]) -> None:
+    """The sequence that is streamed is a token shorter than the input."""
+    eager = build("llama")
+    model = copy.deepcopy(eager)
+
+    def loss(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        logits = m(input_ids=ids[:, :-1]).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    call = torch.compile(functools.partial(loss, model), backend="streambp", options=OPTIONS)
+    for length in (67, 34, 17, 5):
+        ids = plain(2, length)["input_ids"]
+        eager.zero_grad()
+        loss(eager, ids).backward()
+        model.zero_grad()
+        call(ids).backward()
+        assert_close_grads(grads(model), grads(eager), 1e-9)
+    assert len(analysed) == 1 and all(s.chunked for s in analysed[0].segments)
+
+
+def test_checkpointing_is_taken_over() -> None:
+    """Regions that the model checkpoints are streamed like any other; nothing is recomputed twice."""
+    eager = build("llama")
+    model = copy.deepcopy(eager)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    check(eager, model, compiled(model), plain(2, 67))
+    segments = streambp_fx.schedule(model).segments
+    assert [s.kind for s in segments] == ["whole", "layer", "layer", "rows"]
+    assert all(s.chunked for s in segments)
+
+
 # ---- options
 
 
