@@ -158,6 +158,10 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
         cuts.append(_like_another(order, cuts, near, len(order)))
     # a slice of rows stands alone: before it and after it there are two sequences of different length
     around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
+    lengths = [_removed(facts, n) for n in order]
+    around |= {
+        k for k in range(1, len(order)) if lengths[k] and lengths[k - 1] and lengths[k] != lengths[k - 1]
+    }
     cuts = sorted({*cuts, *(p for p in around if not math.isinf(costs[p]))} - {0, len(order)})
     return cuts, _epilogue(facts, order, costs, head, cuts)
 
@@ -211,7 +215,14 @@ def _epilogue(facts: Facts, order: list[Node], costs: list[float], head: int | N
     width = min((costs[k] for k in cuts), default=math.inf)
     if math.isinf(least) or least * 4 > width:
         return len(order)
-    return max(k for k in range(start, len(costs)) if costs[k] == least)
+    ends = [k for k in range(start, len(costs)) if costs[k] == least]
+    length = _removed(facts, order[start - 1])
+    return max(k for k in ends if k == ends[0] or all(_removed(facts, n) == length for n in order[start:k]))
+
+
+def _removed(facts: Facts, node: Node) -> set[int]:
+    """By how many rows the sequence of a value is shorter than the inputs' (none if it carries none)."""
+    return {a.removed for a in facts.layouts.get(node) or () if a is not None}
 
 
 def closure(facts: Facts, nodes: list[Node], kinds: set[Kind]) -> list[Node]:
@@ -288,8 +299,13 @@ def _judge(facts: Facts, piece: Segment) -> None:
         if piece.chunked and row_axis(facts, node) is None:
             piece.chunked, piece.refused = False, node
             piece.reason = "a value at its border cannot be stored by rows"
-    lengths = {a.removed for n in piece.nodes for a in facts.layouts.get(n) or () if a is not None}
+    lengths = {
+        a.removed: n for n in (*piece.rows, *piece.nodes) for a in facts.layouts.get(n) or () if a is not None
+    }
     piece.removed = max(lengths, default=0)
+    if piece.chunked and len(lengths) > 1:
+        piece.chunked, piece.refused = False, lengths[piece.removed]
+        piece.reason = "sequences of different lengths meet in it"
     if not piece.mixings:
         piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
         return

@@ -202,7 +202,7 @@ def _trace(
     with mode, torch.enable_grad():
         module = make_fx(traced, tracing_mode="real")(*fakes.flat)
     values = len(targets) if kind == "joint" else 0
-    return Traced(module, values, Guards(env, fakes.names), fakes.flat)
+    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat)
 
 
 def _outputs(module: GraphModule) -> list[Any]:
@@ -293,10 +293,14 @@ def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[T
 
 
 class Guards:
-    """What tracing (and Inductor, later) assumed about the sizes, as tests of an extent."""
+    """What tracing (and Inductor, later) assumed about the sizes, as tests of an extent.
 
-    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str]) -> None:
-        self.env, self.names = env, names
+    Where the columns are all of the sequence, its length counts like any other size; else it is not one of
+    the program's, see NOTE [longer than the chunk needs].
+    """
+
+    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str], full: bool) -> None:
+        self.env, self.names, self.full = env, names, full
         self.seen = 0
         self.tests: list[Guard] = []
 
@@ -304,8 +308,9 @@ class Guards:
         for guard in self.env.guards[self.seen :]:
             symbols = sorted(guard.expr.free_symbols, key=str)
             known = [self.names.get(s) for s in symbols]
-            if not symbols or "total" in known or any(n not in SIZES for n in known):
-                continue  # NOTE [longer than the chunk needs]
+            ignored = "total" in known and not self.full
+            if not symbols or ignored or any(n not in SIZES for n in known):
+                continue
             test = sympy.lambdify(symbols, guard.expr)
             self.tests.append(_guard(test, [n for n in known if n is not None]))
         self.seen = len(self.env.guards)

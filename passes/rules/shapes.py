@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..ir import Axis, Layout, NotSeparable, expression, shape_of, tensors_of
+from ..ir import Axis, Kind, Layout, NotSeparable, expression, shape_of, tensors_of
 from . import RuleContext, forbid, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten
@@ -154,13 +154,28 @@ def slice_(ctx: RuleContext, node: Node) -> Layout:
     dim = normalize_dim(dim, len(layout))
     axis = layout[dim]
     if axis is None:
-        return layout
+        return _rows_of_a_table(ctx, node, layout, dim)
     step = node.args[4] if len(node.args) > 4 else 1
     removed = sympy.expand(shape_of(source)[dim] - shape_of(node)[dim])
     if axis != Axis(removed=axis.removed) or step != 1 or not removed.is_Integer:
         raise NotSeparable(f"a slice of the sequence axis (dim {dim})")
     ctx.facts.slices.add(node)
     return (*layout[:dim], Axis(removed=axis.removed + int(removed)), *layout[dim + 1 :])
+
+
+def _rows_of_a_table(ctx: RuleContext, node: Node, layout: Layout, dim: int) -> Layout:
+    """A slice of a dim that is not the sequence; `positions[:length]` of a parameter makes rows of it.
+
+    Such a slice stands alone, as a value by rows that later segments slice.
+    """
+    size, sequence = shape_of(node)[dim], ctx.facts.sequence
+    if sequence not in size.free_symbols:
+        return layout
+    if size != sequence:
+        raise NotSeparable(f"a slice of dim {dim} whose length depends on the sequence")
+    if ctx.facts.kinds[node] is Kind.STREAM:
+        ctx.facts.slices.add(node)
+    return (*layout[:dim], Axis(), *layout[dim + 1 :])
 
 
 @rule(aten.select.int)
