@@ -98,8 +98,9 @@ def test_batch_sizes(analysed: list[Any]) -> None:
     assert traced[1] == traced[-1], f"graphs after each call: {traced}"
 
 
-@pytest.mark.parametrize("dynamic", [True, False, None])
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(
+    ("dynamic", "mode"), [(True, "default"), (False, "default"), (None, "reduce-overhead")]
+)
 def test_dynamic_and_mode_are_accepted(dynamic: bool | None, mode: str) -> None:
     eager = build("llama")
     model = copy.deepcopy(eager)
