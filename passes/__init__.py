@@ -15,9 +15,9 @@
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
     lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
 
-The first six run when a graph is captured (`analyze`), `objective` when the schedule is built. The last
-three run when a segment first meets a new kind of chunk, once for all identical segments; what they make is
-called by `streambp_fx.runtime`.
+Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built. The
+last three run when a segment first meets a new kind of chunk, once for all identical segments; what they make
+is called by `streambp_fx.runtime`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .custom_gradient import Retrace
-from .sequence import Lengths
+from .sequence import Lengths, values_of
 
 
 @dataclass
@@ -79,20 +79,12 @@ class SymbolTable:
         if shared and self._length is not None:
             return self._length
         if symbol not in self._symbols:
-            hint = int(value.node.shape_env.var_to_hint_override.get(symbol, 0)) or _hint(value, symbol)
+            hint = int(value.node.shape_env.var_to_hint_override.get(symbol, 0)) or values_of(value)[symbol]
             longer = self.lengths.longer if self.lengths is not None and shared else 0
             self._symbols[symbol] = self.new(str(symbol), hint - longer) + longer
         if shared:
             self._length = self._symbols[symbol]
         return self._symbols[symbol]
-
-
-def _hint(value: torch.SymInt, symbol: sympy.Symbol) -> int:
-    env = value.node.shape_env
-    known = getattr(env, "backed_var_to_val", None)
-    if known is None:
-        known = env.var_to_val
-    return int(known[symbol])
 
 
 def _fake_input(value: object, table: SymbolTable, mode: FakeTensorMode) -> object:

@@ -18,10 +18,9 @@ from torch.fx import Node
 
 from . import attention, masks
 from .ir import Axis, Facts, Kind, PassError, Role, Segment, evaluate_size, operands, shape_of, tensors_of
-from .losses import ELEMENTWISE_LOSSES
 from .normalize import grouped_source
 from .rules.contractions import sdpa_arguments
-from .rules.pointwise import pointwise_ops
+from .rules.pointwise import ELEMENTWISE_LOSSES, pointwise_ops
 
 aten = torch.ops.aten
 Size = Any  # int or SymInt

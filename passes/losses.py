@@ -8,15 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .normalize import insert, rewrite
+from .rules.pointwise import ELEMENTWISE_LOSSES
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
-# Elementwise losses that take a reduction, with the position of that argument.
-ELEMENTWISE_LOSSES = {
-    aten.kl_div.default: 2, aten.mse_loss.default: 2, aten.l1_loss.default: 2, aten.smooth_l1_loss.default: 2,
-    aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2, aten.poisson_nll_loss.default: 5,
-    aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
-}  # fmt: skip
 
 
 @rewrite(*ELEMENTWISE_LOSSES)

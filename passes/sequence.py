@@ -200,9 +200,14 @@ def _name(node: Node) -> str:
 def _hint(size: int | torch.SymInt) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
-    env, expr = size.node.shape_env, size.node.expr
+    return int(size.node.expr.subs(values_of(size)))
+
+
+def values_of(size: torch.SymInt) -> dict[sympy.Symbol, int]:
+    """The values that the symbols of a size had when it was traced."""
+    env = size.node.shape_env
     known = getattr(env, "backed_var_to_val", None) or env.var_to_val
-    return int(expr.subs({s: known[s] for s in expr.free_symbols}))
+    return {s: int(known[s]) for s in size.node.expr.free_symbols}
 
 
 def where_read(module: GraphModule, symbols: Sequence[sympy.Symbol]) -> list[tuple[int, int | None]]:

@@ -125,21 +125,22 @@ class CompiledGraph:
         try:
             return self.executors[key](*inputs)
         except CompileError as error:
-            if self.options.on_error == "raise":
-                raise
-            _warn(f"the graph runs unstreamed: {error}")
-            self.executors[key] = self.module
-            return self.module(*inputs)
+            self.executors[key] = self._unstreamed(error)
+            return self.executors[key](*inputs)
 
     def _compile(self, sizes: tuple[int, ...]) -> Callable[..., Any]:
         lengths = dataclasses.replace(self.lengths, others=dict(zip(self.lengths.others, sizes, strict=True)))
         try:
             return self._streamed(lengths)
         except CompileError as error:
-            if self.options.on_error == "raise":
-                raise
-            _warn(f"the graph runs unstreamed: {error}")
-            return self.module
+            return self._unstreamed(error)
+
+    def _unstreamed(self, error: CompileError) -> GraphModule:
+        """The graph as it is, with a warning, if that is what the user wants of an internal error."""
+        if self.options.on_error == "raise":
+            raise error
+        _warn(f"the graph runs unstreamed: {error}")
+        return self.module
 
     def _streamed(self, lengths: Lengths) -> Callable[..., Any]:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]

@@ -18,7 +18,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import tensor_always_has_static_shape
 from torch.fx import GraphModule, Node
 
-from .passes.capture import float_symbol, source_name
+from .passes.capture import float_symbol
 from .passes.sequence import is_called, lengths_read
 
 # Set on an input tensor; read by Dynamo, and no guard depends on it.
@@ -37,7 +37,7 @@ def declare_dynamic(
         seq_dim: dims by input name, where the user gave them.
 
     Raises:
-        ValueError: `seq_dim` names no input of the graph, or a dim that it does not have.
+        ValueError: `seq_dim` gives an input a dim that it does not have.
     """
     tensors = _tensor_inputs(module, example_inputs)
     wanted = _named(tensors, seq_dim) if seq_dim else _of_read_lengths(module, tensors)
@@ -132,8 +132,3 @@ def _named(
             if value.shape[dim] > 1:
                 found.append((value, {dim % value.dim()}))
     return found
-
-
-def input_names(module: GraphModule, example_inputs: Sequence[Any]) -> list[str]:
-    """Names that `seq_dim` understands."""
-    return [source_name(node) for node, _ in _tensor_inputs(module, example_inputs)]

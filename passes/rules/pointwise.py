@@ -87,11 +87,15 @@ def pointwise_ops() -> list[torch._ops.OpOverload]:
     return found
 
 
-@rule(
-    aten.kl_div.default, aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default,
-    aten.huber_loss.default, aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
-    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
-)  # fmt: skip
+# Elementwise losses that take a reduction, with the position of that argument.
+ELEMENTWISE_LOSSES = {
+    aten.kl_div.default: 2, aten.mse_loss.default: 2, aten.l1_loss.default: 2, aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2, aten.poisson_nll_loss.default: 5,
+    aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
+}  # fmt: skip
+
+
+@rule(*ELEMENTWISE_LOSSES)
 def elementwise_loss(ctx: RuleContext, node: Node) -> Layout:
     """Without a reduction (the normalize pass sees to that) one loss an element."""
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]

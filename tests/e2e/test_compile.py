@@ -57,6 +57,17 @@ def check(eager: Any, model: Any, call: Any, batch: dict[str, Any], rtol: float 
     return output
 
 
+def check_function(loss: Any, eager: Any, model: Any, call: Any, lengths: tuple[int, ...]) -> None:
+    """Gradients of `loss(eager, ids)` and of the compiled `call(ids)`, compared at each length."""
+    for length in lengths:
+        ids = plain(2, length)["input_ids"]
+        eager.zero_grad()
+        loss(eager, ids).backward()
+        model.zero_grad()
+        call(ids).backward()
+        assert_close_grads(grads(model), grads(eager), 1e-9)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 def test_lengths_in_a_row(family: str, analysed: list[Any]) -> None:
     """One compiled model, four lengths and one shorter than a chunk: one graph."""
@@ -179,13 +190,7 @@ def test_tokens_and_labels_of_one_input(analysed: list[Any]) -> None:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     call = torch.compile(functools.partial(loss, model), backend="streambp", options=OPTIONS)
-    for length in (67, 34, 17, 5):
-        ids = plain(2, length)["input_ids"]
-        eager.zero_grad()
-        loss(eager, ids).backward()
-        model.zero_grad()
-        call(ids).backward()
-        assert_close_grads(grads(model), grads(eager), 1e-9)
+    check_function(loss, eager, model, call, (67, 34, 17, 5))
     assert len(analysed) == 1 and all(s.chunked for s in analysed[0].segments)
 
 
@@ -249,13 +254,7 @@ def test_a_function_around_a_model_with_a_graph_break() -> None:
         return m.lm_head(hidden).square().mean()
 
     call = torch.compile(functools.partial(step, model), backend="streambp", options=OPTIONS)
-    for length in (37, 50):
-        ids = plain(2, length)["input_ids"]
-        eager.zero_grad()
-        step(eager, ids).backward()
-        model.zero_grad()
-        call(ids).backward()
-        assert_close_grads(grads(model), grads(eager), 1e-9)
+    check_function(step, eager, model, call, (37, 50))
     assert any(s.mixings for s in streambp_fx.schedule(model.model.layers).segments)
 
 
