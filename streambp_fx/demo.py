@@ -45,7 +45,7 @@ class DemoOptions:
     seq_len: int = 4096
     chunk: int = 1024
     loss_chunk: int = 256
-    steps: int = 3
+    steps: int = 2
     dtype: str = "float32"
     threads: int = 0
 

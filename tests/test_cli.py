@@ -30,7 +30,7 @@ def config(tmp_path):
 
 def test_defaults():
     args = build_parser().parse_args(["demo"])
-    assert (args.seq_len, args.chunk, args.loss_chunk, args.steps) == (4096, None, 256, 3)
+    assert (args.seq_len, args.chunk, args.loss_chunk, args.steps) == (4096, None, 256, 2)
     assert (args.model, args.dtype, args.threads) == ("smollm2", "float32", 0)
 
 
