@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 
 from . import losses  # noqa: F401  (registers its rewrites)
@@ -34,7 +33,7 @@ from .autocast import autocast
 from .axes import axes
 from .capture import CapturedGraph, capture
 from .footprints import footprints
-from .ir import Facts, PassError, shape_of, tensors_of
+from .ir import Facts, PassError
 from .log import report
 from .normalize import normalize
 from .order import order
@@ -65,22 +64,12 @@ def analyze(
     captured: CapturedGraph = _run("capture", capture, module, example_inputs, lengths)
     captured = _run("autocast", autocast, captured)
     captured = _run("normalize", normalize, captured)
-    facts: Facts = _run("axes", axes, captured, sequence_symbol(captured))
+    facts: Facts = _run("axes", axes, captured)
     facts = _run("footprints", footprints, facts)
     facts = _run("order", order, facts)
     facts = _run("outputs", outputs, facts, logits)
     facts = _run("segment", segment, facts)
     return _run("share", share, facts)
-
-
-def sequence_symbol(captured: CapturedGraph) -> sympy.Symbol | None:
-    """The symbol of the sequence length: the only one in the sizes of input tensors, or None.
-
-    Strides have symbols of their own where an input is a slice of something longer; they do not count.
-    """
-    inputs = [n for n in captured.module.graph.nodes if n.op == "placeholder" and tensors_of(n)]
-    symbols = {s for n in inputs for size in shape_of(n) for s in size.free_symbols}
-    return next(iter(symbols)) if len(symbols) == 1 else None
 
 
 def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:

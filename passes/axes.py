@@ -6,7 +6,6 @@ that happens to equal the sequence length says nothing: the sequence is a symbol
 
 from __future__ import annotations
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -19,14 +18,10 @@ from .rules.pointwise import align, pointwise
 UNKNOWN = "the sequence axis of"
 
 
-def axes(captured: CapturedGraph, sequence: sympy.Symbol | None) -> Facts:
-    """Kinds and layouts of all nodes of a normalized graph.
-
-    Args:
-        captured: the normalized graph.
-        sequence: the size symbol of the sequence length, or None if the graph has none.
-    """
-    facts = Facts(captured.module, sequence, captured.parameters, captured.differentiable)
+def axes(captured: CapturedGraph) -> Facts:
+    """Kinds and layouts of all nodes of a normalized graph."""
+    facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
+    facts.guards, facts.values = captured.guards, captured.values
     context = RuleContext(facts)
     for node in facts.nodes:
         if node.op == "output":

@@ -6,7 +6,8 @@ At the pre-dispatch level `linear`, `layer_norm`, `scaled_dot_product_attention`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .custom_gradient import Retrace
+from .ir import shape_of, tensors_of
 from .sequence import Lengths, values_of
 
 
@@ -30,12 +32,19 @@ class CapturedGraph:
         parameters: placeholders that are parameters of the model, with the name Dynamo gives them.
         differentiable: placeholders that require a gradient.
         autocast: True if autocast was on around the graph.
+        sequence: the size symbol of the sequence length; None if the inputs have none, or several that
+            nobody told apart.
+        guards: what tracing assumed about the sizes; to be tested before the graph is used for others.
+        values: of the size symbols, in the call for which the graph was captured.
     """
 
     module: torch.fx.GraphModule
     parameters: dict[torch.fx.Node, str] = field(default_factory=dict)
     differentiable: set[torch.fx.Node] = field(default_factory=set)
     autocast: bool = False
+    sequence: sympy.Symbol | None = None
+    guards: list[sympy.Expr] = field(default_factory=list)
+    values: dict[sympy.Symbol, int] = field(default_factory=dict)
 
 
 class SymbolTable:
@@ -43,14 +52,23 @@ class SymbolTable:
 
     Args:
         shape_env: the environment of the new symbols.
-        lengths: which symbols are the sequence length: they become one symbol, the others numbers. None:
-            each symbol becomes one of its own.
+        lengths: which symbols are the sequence length: they become one symbol. None: each symbol becomes one
+            of its own.
     """
 
     def __init__(self, shape_env: ShapeEnv, lengths: Lengths | None = None) -> None:
         self.shape_env, self.lengths = shape_env, lengths
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         self._length: torch.SymInt | None = None
+
+    def found(self, meaning: Collection[sympy.Symbol]) -> list[sympy.Expr]:
+        """What became of symbols of the incoming graph: symbols, or what tracing found them equal to."""
+        return [self._symbols[s].node.expr for s in meaning if s in self._symbols]
+
+    def values(self) -> dict[sympy.Symbol, int]:
+        """The value of each symbol made so far."""
+        found = (size.node for size in self._symbols.values())
+        return {n.expr: int(n.hint) for n in found if isinstance(n.expr, sympy.Symbol)}
 
     def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:
         """A fresh symbolic integer, assumed to be at least 2 (0 for the start of a range)."""
@@ -73,17 +91,19 @@ class SymbolTable:
         )
 
     def _size(self, value: torch.SymInt, symbol: sympy.Symbol) -> int | torch.SymInt:
-        if self.lengths is not None and symbol in self.lengths.others:
-            return self.lengths.others[symbol]
+        known = {} if self.lengths is None else self.lengths.values
+        if self.lengths is not None and self.lengths.fixed and symbol in self.lengths.others:
+            return known[symbol]
         shared = self.lengths is not None and symbol in self.lengths.sequence
         if shared and self._length is not None:
             return self._length
         if symbol not in self._symbols:
-            hint = int(value.node.shape_env.var_to_hint_override.get(symbol, 0)) or values_of(value)[symbol]
+            hint = known.get(symbol) or values_of(value)[symbol]
             longer = self.lengths.longer if self.lengths is not None and shared else 0
-            self._symbols[symbol] = self.new(str(symbol), hint - longer) + longer
-        if shared:
-            self._length = self._symbols[symbol]
+            self._symbols[symbol] = self.new(str(symbol), hint - longer)
+            if shared:
+                self._length = self._symbols[symbol] + longer
+                return self._length
         return self._symbols[symbol]
 
 
@@ -132,7 +152,11 @@ def capture(
     floats = frozenset(n for n in nodes if float_symbol(n) is not None)
     with mode, fx_traceback.preserve_node_meta():
         traced = make_fx(Retrace(module, floats).run, pre_dispatch=True, tracing_mode="real")(*inputs)
+    if lengths is not None and not lengths.fixed and _coincide(table, lengths):
+        return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True))
     result = CapturedGraph(traced, autocast=is_autocast_on(traced))
+    result.guards = [guard.expr for guard in mode.shape_env.guards]
+    result.values = table.values()
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for old, new, given, example in zip(nodes, placeholders, inputs, examples, strict=True):
         new.meta.setdefault("val", given)  # a number leaves no trace of its own
@@ -142,7 +166,27 @@ def capture(
             result.parameters[new] = source_name(old)
         if example.requires_grad:
             result.differentiable.add(new)
+    result.sequence = _sequence(placeholders) if lengths is None else _symbol(table.found(lengths.sequence))
     return result
+
+
+def _coincide(table: SymbolTable, lengths: Lengths) -> bool:
+    """True if tracing took another size for the sequence length, since both had the same value."""
+    sequence = {s for e in table.found(lengths.sequence) for s in e.free_symbols}
+    return not sequence or any(sequence & e.free_symbols for e in table.found(lengths.others))
+
+
+def _symbol(found: list[sympy.Expr]) -> sympy.Symbol | None:
+    return found[0] if len(found) == 1 and isinstance(found[0], sympy.Symbol) else None
+
+
+def _sequence(placeholders: list[torch.fx.Node]) -> sympy.Symbol | None:
+    """The only symbol in the sizes of input tensors, or None.
+
+    Strides have symbols of their own where an input is a slice of something longer; they do not count.
+    """
+    sizes = [size for n in placeholders if tensors_of(n) for size in shape_of(n)]
+    return _symbol(list({s for size in sizes for s in size.free_symbols}))
 
 
 def float_symbol(placeholder: torch.fx.Node) -> str | None:

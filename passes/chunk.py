@@ -274,7 +274,8 @@ class Evaluation:
         for dim, (axis, size) in enumerate(zip(axes, shape_of(node), strict=True)):
             if axis is not None and size != 1:
                 wanted = Role.COLUMN if role is Role.COLUMN or axis.role is Role.COLUMN else Role.ROW
-                value = narrow(value, dim, axis, *self.ranges.interval(wanted), self.ranges.total)
+                interval, total = self.ranges.interval(wanted), self.ranges.total
+                value = narrow(value, dim, axis, *interval, total, self.resolve)
         return value
 
     def block(self, node: Node, axes: tuple[Axis | None, ...]) -> Tensor:
@@ -336,11 +337,19 @@ class Evaluation:
         return value * mask
 
 
-def narrow(value: Tensor, dim: int, axis: Axis, start: Size, length: Size, total: Size) -> Tensor:
+def narrow(
+    value: Tensor,
+    dim: int,
+    axis: Axis,
+    start: Size,
+    length: Size,
+    total: Size,
+    resolve: Callable[[sympy.Expr], Size],
+) -> Tensor:
     """Positions [start, start + length) of a dim that carries the sequence, merged dims included."""
     if axis.simple:
         return value.narrow(dim, start, length)
-    split = value.unflatten(dim, (int(axis.outer), total, int(axis.inner)))
+    split = value.unflatten(dim, (resolve(axis.outer), total, resolve(axis.inner)))
     return split.narrow(dim + 1, start, length).flatten(dim, dim + 2)
 
 

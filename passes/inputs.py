@@ -34,6 +34,11 @@ class Extent:
     full: bool = False
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers in the order of `SIZES`."""
+        return (self.rows, self.prefix, self.low, self.total)
+
+    @property
     def pattern(self) -> tuple:
         """What a traced program depends on: which lengths are special."""
         special = [getattr(self, n) if getattr(self, n) in SPECIAL else None for n in SIZES if n != "low"]
@@ -138,7 +143,7 @@ class FakeInputs:
         self.sizes: dict[Any, Any] = {facts.sequence: sizes["total"] + slots.removed}
         offset = len(SIZES) + 1
         for symbol, value in zip(slots.symbols, args[offset:], strict=False):
-            self.sizes[symbol] = value  # a number: programs are kept by the values of these
+            self.sizes[symbol] = value if value in SPECIAL else self._symbol(str(symbol), value)
         self.flat: list[Any] = [*(sizes[n] for n in SIZES), self._symbol("seed", 2**40)]
         self.flat += [self.sizes[s] for s in slots.symbols]
         self.flat += [self._rows(n) for n in slots.rows]
@@ -172,9 +177,8 @@ class FakeInputs:
         found = row_axis(self.facts, node)
         assert found is not None
         dim, axis = found
-        return narrow(
-            self._contiguous(node), dim, axis, self.ranges.start, self.ranges.rows, self.ranges.total
-        )
+        ranges, full = self.ranges, self._contiguous(node)
+        return narrow(full, dim, axis, ranges.start, ranges.rows, ranges.total, self._size)
 
     def _contiguous(self, node: Node) -> Tensor:
         value = tensors_of(node)[0]

@@ -111,12 +111,17 @@ class NotSeparable(Exception):
 
 @dataclass
 class Facts:
-    """Everything the passes have proved about one graph."""
+    """Everything the passes have proved about one graph.
+
+    `guards`, `values`, `sequence`, `parameters` and `differentiable` are those of the captured graph.
+    """
 
     module: GraphModule
     sequence: sympy.Symbol | None
     parameters: dict[Node, str]
     differentiable: set[Node]
+    guards: list[sympy.Expr] = field(default_factory=list)
+    values: dict[sympy.Symbol, int] = field(default_factory=dict)
     kinds: dict[Node, Kind] = field(default_factory=dict)
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
     mixings: dict[Node, Mixing] = field(default_factory=dict)

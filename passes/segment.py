@@ -69,7 +69,7 @@ def row_bytes(facts: Facts, node: Node) -> float:
     dim, axis = rows
     sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
     numbers = sympy.Mul(*sizes)
-    numbers = numbers.subs(dict.fromkeys(numbers.free_symbols, 2))
+    numbers = numbers.subs({s: facts.values.get(s, 2) for s in numbers.free_symbols})
     return float(numbers) * tensors_of(node)[0].element_size()
 
 

@@ -27,14 +27,18 @@ class Lengths:
 
     Attributes:
         sequence: symbols that stand for the sequence length; all have the same value.
-        others: every other symbol of the inputs, with its value when the graph was captured.
+        others: every other symbol in the sizes of the inputs (the batch size).
+        values: the value of each symbol in the call for which the graph is captured.
+        fixed: the others are numbers to the passes, and not symbols.
         longer: rows that inputs have more than the sequence that is streamed: 1 where a function makes tokens
             and labels of one input, `ids[:, :-1]` and `ids[:, 1:]`.
         reason: why there is no sequence, if there is none.
     """
 
     sequence: frozenset[sympy.Symbol] = frozenset()
-    others: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    others: frozenset[sympy.Symbol] = frozenset()
+    values: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    fixed: bool = False
     longer: int = 0
     reason: str | None = None
 
@@ -62,22 +66,17 @@ ATTENTION = {"scaled_dot_product_attention": _attention, "softmax": _along_dim, 
 SCANS = {"cumsum": _along_dim, "cumprod": _along_dim, "logcumsumexp": _along_dim, "conv1d": _along_last}
 
 
-def find_lengths(
-    module: GraphModule, seq_dim: Mapping[str, int] | None = None, all_dynamic: bool = False
-) -> Lengths:
+def find_lengths(module: GraphModule, seq_dim: Mapping[str, int] | None = None) -> Lengths:
     """Which symbols of a Dynamo graph are the sequence length.
 
     Args:
         module: the Dynamo graph; its placeholders carry `example_value`.
         seq_dim: dims by input name that are the sequence, whatever the graph says.
-        all_dynamic: every dynamic size of the inputs is the sequence: the caller declared them.
     """
     inputs = _input_symbols(module)
     values = {s: h for _, dims in inputs.values() for s, h in dims.values()}
     try:
-        if all_dynamic:
-            found = set(values)
-        elif seq_dim:
+        if seq_dim:
             found = {s for n, (node, dims) in inputs.items() for s in _named(n, node, dims, seq_dim)}
         else:
             found = _voted(module)
@@ -85,13 +84,13 @@ def find_lengths(
         sizes = {values[s] for s in found}
         if len(sizes) > 1:
             raise AmbiguousSequence(f"its ops read along dims of different lengths, {sorted(sizes)}")
-        if found and not all_dynamic:
+        if found:
             found |= _of_the_same_length(inputs, found, sizes.pop())
     except AmbiguousSequence as ambiguous:
-        return Lengths(others=values, reason=str(ambiguous))
-    others = {s: v for s, v in values.items() if s not in found}
+        return Lengths(others=frozenset(values), values=values, reason=str(ambiguous))
     reason = None if found else "no op of the graph reads along a dim that stands for the sequence length"
-    return Lengths(frozenset(found), others, _longer(module, found), reason)
+    others = frozenset(values) - found
+    return Lengths(frozenset(found), others, values, longer=_longer(module, found), reason=reason)
 
 
 def _longer(module: GraphModule, found: set[sympy.Symbol]) -> int:

@@ -6,7 +6,7 @@ that one graph serves all chunks, all lengths and all identical segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,11 @@ from . import emit  # noqa: F401  (registers how ops are written)
 from .attention import StateRead
 from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
-from .inputs import SIZES, Extent, FakeInputs, Slots, Unpacked, input_names
-from .ir import Facts, PassError, Segment, expression, tensors_of
+from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_names
+from .ir import Facts, Kind, PassError, Segment, expression, operands, tensors_of
 from .lower import Lowered, lower, restrict
 
-Guard = Callable[[Extent], bool]
+Guard = Callable[[Mapping[str, int]], bool]
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Traced:
     fakes: list[Any]
     lowered: dict[str, Lowered] = field(default_factory=dict)
 
-    def accepts(self, extent: Extent) -> bool:
-        return all(guard(extent) for guard in self.guards())
+    def accepts(self, sizes: Mapping[str, int]) -> bool:
+        return all(guard(sizes) for guard in self.guards())
 
 
 class Columns(StateReader):
@@ -117,10 +117,12 @@ class SegmentPrograms:
         Args:
             args: inputs in slot order; only the numbers at their front are looked at.
         """
-        other_sizes = tuple(args[len(SIZES) + 1 :][: len(self.symbols)])
+        others = args[len(SIZES) + 1 :][: len(self.symbols)]
+        special = tuple(v if v in SPECIAL else None for v in others)
         source = self._source(kind, extent)
-        found = self.traces.setdefault((source, plain, extent.pattern, other_sizes), [])
-        traced = next((t for t in found if t.accepts(extent)), None)
+        found = self.traces.setdefault((source, plain, extent.pattern, special), [])
+        sizes = dict(zip((*SIZES, *map(str, self.symbols)), (*extent.sizes, *others), strict=True))
+        traced = next((t for t in found if t.accepts(sizes)), None)
         if traced is None:
             try:
                 traced = _trace(self, source, plain, extent, args)
@@ -175,11 +177,14 @@ class SegmentPrograms:
 
 def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
     """Size symbols of a segment other than the sequence length."""
-    values = (
-        t for n in (*segment.nodes, *segment.rows, *segment.constants, *segment.whole) for t in tensors_of(n)
-    )
-    symbols = {s for v in values for size in v.shape for s in expression(size).free_symbols}
-    return symbols - {facts.sequence}
+    nodes = (*segment.nodes, *segment.rows, *segment.constants, *segment.whole)
+    sizes = [size for n in nodes for value in tensors_of(n) for size in value.shape]
+    sizes += [o.meta["val"] for n in segment.nodes for o in operands(n) if facts.kinds[o] is Kind.SIZE]
+    return {s for size in sizes for s in _symbols(size)} - {facts.sequence}
+
+
+def _symbols(size: Any) -> set[sympy.Symbol]:
+    return expression(size).free_symbols if isinstance(size, torch.SymInt) else set()
 
 
 def _trace(
@@ -293,7 +298,7 @@ def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[T
 
 
 class Guards:
-    """What tracing (and Inductor, later) assumed about the sizes, as tests of an extent.
+    """What tracing (and Inductor, later) assumed about the sizes, as tests of sizes by name.
 
     Where the columns are all of the sequence, its length counts like any other size; else it is not one of
     the program's, see NOTE [longer than the chunk needs].
@@ -309,7 +314,7 @@ class Guards:
             symbols = sorted(guard.expr.free_symbols, key=str)
             known = [self.names.get(s) for s in symbols]
             ignored = "total" in known and not self.full
-            if not symbols or ignored or any(n not in SIZES for n in known):
+            if not symbols or ignored or None in known or "seed" in known:
                 continue
             test = sympy.lambdify(symbols, guard.expr)
             self.tests.append(_guard(test, [n for n in known if n is not None]))
@@ -318,4 +323,4 @@ class Guards:
 
 
 def _guard(test: Callable[..., Any], names: list[str]) -> Guard:
-    return lambda extent: bool(test(*(getattr(extent, n) for n in names)))
+    return lambda sizes: bool(test(*(sizes[n] for n in names)))

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule
 
@@ -60,7 +61,7 @@ def compile_graph(
     example_inputs: Sequence[Any],
     options: Options,
     report: Report | None = None,
-    declared: bool = False,
+    declared: Mapping[str, int] | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
@@ -69,7 +70,7 @@ def compile_graph(
         example_inputs: its inputs.
         options: how to stream.
         report: called with each schedule.
-        declared: the dynamic sizes of the inputs are the sequence length, and there are no others.
+        declared: dims by input name that the caller has declared to be the sequence.
 
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
@@ -77,8 +78,8 @@ def compile_graph(
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module
-    lengths = find_lengths(module, options.seq_dim, all_dynamic=declared)
-    if not lengths.sequence and not declared:
+    lengths = find_lengths(module, declared or options.seq_dim)
+    if not lengths.sequence and declared is None:
         declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
     if lengths.sequence:
         specialize_floats(module)
@@ -93,8 +94,8 @@ def compile_graph(
 class CompiledGraph:
     """One Dynamo graph, streamed.
 
-    It is analysed once for each combination of sizes other than the sequence length (the batch size):
-    all sizes but the sequence are numbers to the passes.
+    It is analysed once, for all sizes that Dynamo keeps open (sequence length, batch size), and again only
+    for a call whose sizes are not what tracing assumed.
     """
 
     def __init__(
@@ -106,43 +107,46 @@ class CompiledGraph:
         report: Report | None = None,
     ) -> None:
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
-        self.places = where_read(module, list(lengths.others))
+        self.places = where_read(module, list(lengths.values))
         self.schedules: list[Schedule] = []
-        self.executors: dict[tuple[int, ...], Callable[..., Any]] = {}
         self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
-        first = tuple(lengths.others.values())
-        self.executors[first] = self._compile(first)
+        self.versions: list[Executor | Unstreamed] = [self._compile(lengths.values)]
         _compiled.add(self)
 
     @property
     def streamed(self) -> bool:
-        return any(e is not self.module for e in self.executors.values())
+        return any(isinstance(v, Executor) for v in self.versions)
 
     def __call__(self, *inputs: Any) -> Any:
-        key = tuple(int(inputs[k] if d is None else inputs[k].shape[d]) for k, d in self.places)
-        if key not in self.executors:
-            self.executors[key] = self._compile(key)
+        version = next((v for v in self.versions if v.accepts(inputs)), None)
+        if version is None:
+            version = self._compile(self._sizes(inputs))
+            self.versions.append(version)
         try:
-            return self.executors[key](*inputs)
+            return version(*inputs)
         except CompileError as error:
-            self.executors[key] = self._unstreamed(error)
-            return self.executors[key](*inputs)
+            position = self.versions.index(version)
+            self.versions[position] = self._unstreamed(error)
+            return self.versions[position](*inputs)
 
-    def _compile(self, sizes: tuple[int, ...]) -> Callable[..., Any]:
-        lengths = dataclasses.replace(self.lengths, others=dict(zip(self.lengths.others, sizes, strict=True)))
+    def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        found = (int(inputs[k] if d is None else inputs[k].shape[d]) for k, d in self.places)
+        return dict(zip(self.lengths.values, found, strict=True))
+
+    def _compile(self, sizes: Mapping[sympy.Symbol, int]) -> Executor | Unstreamed:
         try:
-            return self._streamed(lengths)
+            return self._streamed(dataclasses.replace(self.lengths, values=sizes))
         except CompileError as error:
             return self._unstreamed(error)
 
-    def _unstreamed(self, error: CompileError) -> GraphModule:
+    def _unstreamed(self, error: CompileError) -> Unstreamed:
         """The graph as it is, with a warning, if that is what the user wants of an internal error."""
         if self.options.on_error == "raise":
             raise error
         _warn(f"the graph runs unstreamed: {error}")
-        return self.module
+        return Unstreamed(self.module)
 
-    def _streamed(self, lengths: Lengths) -> Callable[..., Any]:
+    def _streamed(self, lengths: Lengths) -> Executor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
             facts = analyze(self.module, examples, lengths, self.options.logits)
@@ -150,7 +154,7 @@ class CompiledGraph:
             if isinstance(error.cause, MutationError) and error.cause.node is not None:
                 line = source_line(error.cause.node)
                 _warn(f"the model runs unstreamed: {error.cause} ({line})")
-                return self.module
+                return Unstreamed(self.module)
             raise compile_error(error) from error
         schedule = Schedule(facts, self.options)
         if facts.segments:
@@ -164,7 +168,7 @@ class CompiledGraph:
             if facts.sequence is None:
                 why = "its sequence length became a constant when the graph was traced"
             _warn(f"the graph runs unstreamed: {why}")
-            return self.module
+            return Unstreamed(self.module)
         _warn_unchunked(facts)
         return executor
 
@@ -173,6 +177,19 @@ class CompiledGraph:
             return Executor(facts, self.options)
         except Exception as error:
             raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error
+
+
+@dataclasses.dataclass
+class Unstreamed:
+    """A graph that runs as it is, for all sizes."""
+
+    module: GraphModule
+
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        return True
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
 
 
 def schedules_of(module: torch.nn.Module) -> list[Schedule]:

@@ -81,7 +81,7 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
 def _explain_graph(
     owner: StreamedForward, found: list[Schedule], module: GraphModule, example_inputs: Sequence[Any]
 ) -> Any:
-    compile_graph(module, example_inputs, owner.options, found.append, declared=True)
+    compile_graph(module, example_inputs, owner.options, found.append, owner.sequence_dims)
 
     def leave(*inputs: Any) -> Any:
         raise _Explained

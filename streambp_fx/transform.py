@@ -9,7 +9,6 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,6 +30,8 @@ from .versions import check_versions
 SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
 
 
+# Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
+RECOMPILE_LIMIT = 64
 # Arguments that make transformers install hooks while it runs, which Dynamo cannot capture.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 
@@ -114,6 +115,7 @@ class StreamedForward:
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
         self._modes: list[Any] = []
+        self._batches: set[int] = set()
         functools.update_wrapper(self, original, updated=())
 
     @property
@@ -139,7 +141,7 @@ class StreamedForward:
             warnings.warn(f"{', '.join(asked)}: this step runs unstreamed", StreamBPWarning, stacklevel=4)
             return self.original(**inputs)
         _numbers_as_tensors(inputs, self.__signature__)
-        _declare_sequence(inputs, {**SEQUENCE_DIMS, **(self.options.seq_dim or {})})
+        self._declare_sizes(inputs)
         if self._compiled is None:
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
@@ -156,6 +158,29 @@ class StreamedForward:
         finally:
             self._modes = []
 
+    @property
+    def sequence_dims(self) -> dict[str, int]:
+        """Dims that carry the sequence, by the name of the input."""
+        return {**SEQUENCE_DIMS, **(self.options.seq_dim or {})}
+
+    def _declare_sizes(self, inputs: dict[str, Any]) -> None:
+        """Tell Dynamo which dims carry the sequence, so that another length is the same graph.
+
+        NOTE [batch sizes]: the first batch size is a constant of its graph, as most people have only one.
+        From the second on the batch size is a symbol as well, and all further ones share that graph.
+        """
+        for name, dim in self.sequence_dims.items():
+            value = inputs.get(name)
+            if not isinstance(value, torch.Tensor) or value.dim() < 2:
+                continue
+            dim %= value.dim()
+            if dim == 1:
+                self._batches.add(value.shape[0])
+            dims = {dim} if dim != 1 or len(self._batches) == 1 else {0, 1}
+            for open_dim in dims:
+                if value.shape[open_dim] > 1:
+                    torch._dynamo.maybe_mark_dynamic(value, open_dim)
+
     def _run(self, executor: Any, *inputs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for mode in self._modes:
@@ -166,7 +191,9 @@ class StreamedForward:
     def _call(self, inputs: dict[str, Any]) -> Any:
         drop = self.options.logits == "drop" and inputs.get("labels") is not None
         settings = torch._dynamo.config.patch(
-            ignore_logging_functions=set(LOGGERS), allow_unspec_int_on_nn_module=True
+            ignore_logging_functions=set(LOGGERS),
+            allow_unspec_int_on_nn_module=True,
+            recompile_limit=RECOMPILE_LIMIT,
         )
         try:
             with settings:
@@ -217,7 +244,8 @@ def _rebuild(output: Any) -> Any:
 
 
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
-    executor = compile_graph(module, example_inputs, owner.options, owner.schedules.append, declared=True)
+    report = owner.schedules.append
+    executor = compile_graph(module, example_inputs, owner.options, report, owner.sequence_dims)
     return functools.partial(owner._run, executor)
 
 
@@ -229,14 +257,6 @@ def _numbers_as_tensors(inputs: dict[str, Any], signature: inspect.Signature) ->
     for name, value in inputs.items():
         if name not in signature.parameters and type(value) in (int, float):
             inputs[name] = torch.tensor(value)
-
-
-def _declare_sequence(inputs: dict[str, Any], dims: Mapping[str, int]) -> None:
-    """Tell Dynamo which dims carry the sequence, so that another length is the same graph."""
-    for name, dim in dims.items():
-        value = inputs.get(name)
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[dim] > 1:
-            torch._dynamo.maybe_mark_dynamic(value, dim % value.dim())
 
 
 def _loggers() -> list[Any]:

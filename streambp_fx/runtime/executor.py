@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -40,6 +41,13 @@ class Executor:
         self.constants = {n: _attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
         output = next(n for n in facts.nodes if n.op == "output")
         self.results = list(output.args[0])
+        self.sizes_at = [
+            (k, dim, symbol, more)
+            for k, n in enumerate(self.placeholders)
+            for dim, size in _declared(n)
+            for symbol, more in _linear(size)
+        ]
+        self.guards = _tests(facts)
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options)
         self.whole_forms: dict[int, Subgraph] = {}
@@ -59,6 +67,11 @@ class Executor:
         if self.one_sweep is not None:
             return 1
         return 2 if any(n in self.facts.needs_grad for n in self.tail.outputs) else 0
+
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        """True if what the graph's capture assumed about sizes holds for these inputs."""
+        sizes = self._sizes(inputs)
+        return all(test(*(sizes[s] for s in symbols)) for symbols, test in self.guards)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         with torch._C._DisableAutocast():  # its casts are ops of the graph
@@ -85,20 +98,16 @@ class Executor:
 
     # ---- parts of a step
 
-    def _sizes(self, inputs: tuple) -> dict[sympy.Symbol, int]:
+    def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         sizes: dict[sympy.Symbol, int] = {}
-        for node, value in zip(self.placeholders, inputs, strict=True):
-            declared = node.meta["val"]
-            tensor = isinstance(declared, torch.Tensor)
-            for symbol, actual in zip(
-                *((declared.shape, value.shape) if tensor else ([declared], [value])), strict=True
-            ):
-                found = _solved(symbol, int(actual))
-                if found is not None and sizes.setdefault(*found) != found[1]:
-                    raise ValueError(
-                        f"the inputs have different sequence lengths, {sizes[found[0]]} and {found[1]}; "
-                        "a streamed model takes them to be equal"
-                    )
+        for position, dim, symbol, more in self.sizes_at:
+            value = inputs[position] if dim is None else inputs[position].shape[dim]
+            found = int(value) - more
+            if sizes.setdefault(symbol, found) != found:
+                raise ValueError(
+                    f"the inputs have different sequence lengths, {sizes[symbol]} and {found}; "
+                    "a streamed model takes them to be equal"
+                )
         return sizes
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
@@ -174,14 +183,33 @@ class Executor:
         values.update(zip(self.tail.outputs, found, strict=True))
 
 
-def _solved(declared: int | torch.SymInt, actual: int) -> tuple[sympy.Symbol, int] | None:
-    """The symbol of a declared size and its value, if the size is a symbol or a number more than one."""
-    expr = expression(declared)
-    if len(expr.free_symbols) != 1:
-        return None
-    (symbol,) = expr.free_symbols
-    more = expr - symbol
-    return (symbol, actual - int(more)) if more.is_Integer else None
+def _declared(placeholder: Node) -> Iterator[tuple[int | None, sympy.Expr]]:
+    """Sizes of an input by dim; an input that is a size itself has no dim."""
+    value = placeholder.meta["val"]
+    if isinstance(value, torch.Tensor):
+        yield from ((d, expression(size)) for d, size in enumerate(value.shape))
+    elif isinstance(value, torch.SymInt):
+        yield None, expression(value)
+
+
+def _linear(size: sympy.Expr) -> Iterator[tuple[sympy.Symbol, int]]:
+    """The symbol of a size and the number added to it, if that is all there is to the size."""
+    if len(size.free_symbols) == 1:
+        (symbol,) = size.free_symbols
+        more = size - symbol
+        if more.is_Integer:
+            yield symbol, int(more)
+
+
+def _tests(facts: Facts) -> list[tuple[list[sympy.Symbol], Callable[..., bool]]]:
+    """What capture assumed about sizes, as functions of the symbols that stand first in each entry."""
+    known = {s for n in facts.nodes if n.op == "placeholder" for _, e in _declared(n) for s, _ in _linear(e)}
+    found = []
+    for guard in facts.guards:
+        symbols = sorted(guard.free_symbols, key=str)
+        if symbols and known.issuperset(symbols):
+            found.append((symbols, sympy.lambdify(symbols, guard)))
+    return found
 
 
 def _attribute(facts: Facts, node: Node) -> Any:

@@ -43,9 +43,9 @@ class OneSweepHead(torch.autograd.Function):
         gradients = [runner.allocate(n, step, tensors[0]) for n in runner.diff_rows]
         for index, extent in enumerate(runner.extents(step, runner.chunk)):
             value, *rows = runner.call("loss", extent, step, index, given)
-            runner.write(node, output, extent, value)
+            runner.write(node, output, extent, step, value)
             for row, buffer, gradient in zip(runner.diff_rows, gradients, rows, strict=True):
-                runner.write(row, buffer, extent, gradient)
+                runner.write(row, buffer, extent, step, gradient)
             del value, rows
         with torch.no_grad():
             outputs = tuple(epilogue(output))

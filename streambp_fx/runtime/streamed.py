@@ -30,6 +30,10 @@ class Step:
     seed: int
     owned: OwnedBuffers
 
+    def resolve(self, size: sympy.Expr) -> int:
+        """A size as a number."""
+        return int(size) if size.is_Integer else int(size.subs(self.sizes))
+
 
 class SegmentRunner:
     """One segment of one model: its programs (shared with identical segments) and its own values.
@@ -61,7 +65,7 @@ class SegmentRunner:
     # ---- sizes
 
     def allocate(self, node: Node, step: Step, like: Tensor, zero: bool = False) -> Tensor:
-        shape = [int(s.subs({**step.sizes, self.facts.sequence: step.total})) for s in shape_of(node)]
+        shape = [step.resolve(s) for s in shape_of(node)]
         dtype = tensors_of(node)[0].dtype
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=dtype, device=like.device)
@@ -85,12 +89,10 @@ class SegmentRunner:
 
     def call(self, kind: str, extent: Extent, step: Step, index: int, given: Values) -> list[Any]:
         """Run a program on one chunk."""
-        start = extent.start
         seed = step.seed + ((self.segment.index << 20) + index << 12)
         args: list[Any] = [extent.rows, extent.prefix, extent.low, extent.total, seed]
         args += [step.sizes[s] for s in self.programs.slots(kind).symbols]
-        rows = (start, extent.rows, extent.total)
-        args += [self.rows_of(n, v, rows) for n, v in zip(self.segment.rows, given.rows, strict=True)]
+        args += [self.rows_of(n, v, extent, step) for n, v in zip(self.segment.rows, given.rows, strict=True)]
         args += given.constants
         args += given.whole
         columns = extent.total if extent.full else extent.prefix + extent.rows
@@ -102,7 +104,7 @@ class SegmentRunner:
             ]
         if kind in ("joint", "loss"):
             pairs = zip(self.diff_outputs, given.cotangents, strict=True)
-            args += [self.rows_of(n, v, rows) for n, v in pairs]
+            args += [self.rows_of(n, v, extent, step) for n, v in pairs]
         if kind in ("joint", "loss", "state_joint"):
             args += given.accumulators
         return self.program(kind, extent, step, args).run(*args)
@@ -125,25 +127,28 @@ class SegmentRunner:
                 numbers = [step.sizes[s] for s in self.programs.slots(kind).symbols]
                 self.program(kind, own, step, [*sizes, *numbers])
 
-    def rows_of(self, node: Node, value: Tensor, rows: tuple[int, int, int]) -> Tensor:
+    def rows_of(self, node: Node, value: Tensor, extent: Extent, step: Step) -> Tensor:
+        """The rows of a chunk as a view of the whole value."""
         dim, axis = self.axis(node)
-        return narrow(value, dim, axis, *rows)
+        return narrow(value, dim, axis, extent.start, extent.rows, extent.total, step.resolve)
 
     def axis(self, node: Node) -> tuple[int, Axis]:
         found = row_axis(self.facts, node)
         assert found is not None
         return found
 
-    def write(self, node: Node, buffer: Tensor, extent: Extent, value: Tensor) -> None:
-        """Store a chunk's rows of an output."""
+    def write(
+        self, node: Node, buffer: Tensor, extent: Extent, step: Step, value: Tensor, add: bool = False
+    ) -> None:
+        """Store a chunk's rows of an output, or add to them."""
         dim, axis = self.axis(node)
-        start = extent.start
-        if axis.simple:
-            buffer.narrow(dim, start, extent.rows).copy_(value)
-            return
-        outer, inner = int(axis.outer), int(axis.inner)
-        split = buffer.unflatten(dim, (outer, extent.total, inner))
-        split.narrow(dim + 1, start, extent.rows).copy_(value.unflatten(dim, (outer, extent.rows, inner)))
+        if not axis.simple:
+            outer, inner = step.resolve(axis.outer), step.resolve(axis.inner)
+            buffer = buffer.unflatten(dim, (outer, extent.total, inner))
+            value = value.unflatten(dim, (outer, extent.rows, inner))
+            dim += 1
+        rows = buffer.narrow(dim, extent.start, extent.rows)
+        rows.add_(value) if add else rows.copy_(value)
 
     # ---- forward and backward
 
@@ -159,7 +164,7 @@ class SegmentRunner:
         for index, extent in enumerate(extents):
             values = self.call("forward", extent, step, index, given)
             for node, buffer, value in zip(self.segment.outputs, outputs, values, strict=True):
-                self.write(node, buffer, extent, value)
+                self.write(node, buffer, extent, step, value)
             del values
         given.states = []
         return outputs
@@ -187,7 +192,7 @@ class SegmentRunner:
         for index, extent in reversed(list(enumerate(extents))):
             values = self.call("joint", extent, step, index, given)
             for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
-                self.write(node, buffer, extent, value)
+                self.write(node, buffer, extent, step, value)
             del values
         if full and self.programs.states:
             self._finish_states(step, given, extents, gradients)
@@ -199,13 +204,8 @@ class SegmentRunner:
         """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
         for index, extent in enumerate(extents):
             values = self.call("state_joint", extent.own(), step, index, given)
-            rows = (extent.start, extent.rows, extent.total)
             for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
-                dim, axis = self.axis(node)
-                if axis.simple:
-                    buffer.narrow(dim, rows[0], rows[1]).add_(value)
-                else:
-                    self.write(node, buffer, extent, value + narrow(buffer, dim, axis, *rows))
+                self.write(node, buffer, extent, step, value, add=True)
 
 
 @dataclass

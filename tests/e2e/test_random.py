@@ -28,14 +28,15 @@ def test_random_models(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["streambp_fx.passes.segment"], "EXPENSIVE", eager.expensive)
     options = {"chunk": eager.chunk, "loss_chunk": eager.loss_chunk, "seq_dim": {"ids": 1}}
     call = torch.compile(model, backend="streambp", options=options)
-    for length in eager.lengths:
-        ids = torch.randint(0, VOCAB, (eager.batch, length))
+    for step, length in enumerate(eager.lengths):
+        batch = eager.batch + (step if seed % 2 else 0)  # every other model meets several batch sizes
+        ids = torch.randint(0, VOCAB, (batch, length))
         for own, run in ((eager, eager), (model, call)):
             own.zero_grad()
             loss = run(ids)
             loss.backward()
             own.last = float(loss.detach())
-        where = f"{eager.plan}, loss {eager.loss!r}, T={length}, chunk {eager.chunk}"
+        where = f"{eager.plan}, loss {eager.loss!r}, {batch} x {length}, chunk {eager.chunk}"
         assert model.last == pytest.approx(eager.last, rel=1e-9, abs=1e-12), where
         _compare(eager, model, where)
 
