@@ -9,11 +9,13 @@ from .versions import check_versions
 
 check_versions()
 
-from .errors import CaptureError, CompileError, StreamBPError, StreamBPWarning  # noqa: E402
+from .errors import CaptureError, CompileError, StreamBPError, StreamBPWarning, VerificationError  # noqa: E402
 from .explain import explain  # noqa: E402
 from .options import Options  # noqa: E402
 from .schedule import Schedule  # noqa: E402
 from .transform import restore, schedule, transform  # noqa: E402
+from .verification import Verification  # noqa: E402
+from .verify import verify  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,8 +25,11 @@ __all__ = [
     "Schedule",
     "StreamBPError",
     "StreamBPWarning",
+    "Verification",
+    "VerificationError",
     "explain",
     "restore",
     "schedule",
     "transform",
+    "verify",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `streambp-fx demo`."""
+"""The command line: `streambp-fx demo` and `streambp-fx verify`."""
 
 from __future__ import annotations
 
@@ -79,6 +79,62 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_verify(commands: argparse._SubParsersAction) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check a model: streamed gradients against eager, and which rows each value depends on",
+        description="Run one training step of a causal language model eager and streamed, compare loss and "
+        "gradients, and try on real tensors what the analysis claims of each value: that it does not depend "
+        "on later rows. Exit status: 0 if all is confirmed, 1 if not, 2 for bad input.",
+    )
+    verify.add_argument(
+        "model",
+        metavar="MODEL",
+        help="smollm2, a directory with config.json (and weights), or a config.json file; never downloaded",
+    )
+    verify.add_argument(
+        "--seq-len",
+        type=_at_least(2),
+        metavar="N",
+        help="tokens of each sequence (default: 261, or fewer if the model has fewer positions)",
+    )
+    verify.add_argument(
+        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
+    )
+    verify.add_argument(
+        "--chunk", type=_at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
+    )
+    verify.add_argument(
+        "--loss-chunk",
+        type=_at_least(1),
+        metavar="N",
+        help="rows in a chunk of the loss head (default: a quarter of the sequence, 256 at most)",
+    )
+    verify.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16"),
+        default="float32",
+        help="of the weights (default: float32)",
+    )
+    verify.add_argument("--json", action="store_true", help="print everything that was found as JSON")
+    verify.set_defaults(handler=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .report.verification import VerifyOptions, run_verify
+
+    options = VerifyOptions(
+        model=args.model,
+        seq_len=args.seq_len,
+        batch_size=args.batch_size,
+        chunk=args.chunk,
+        loss_chunk=args.loss_chunk,
+        dtype=args.dtype,
+        as_json=args.json,
+    )
+    return 0 if run_verify(options).ok else 1
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = argparse.ArgumentParser(
@@ -86,7 +142,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Stream the exact training step of a causal language model chunk by chunk.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_own_version()}")
-    _add_demo(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_verify(commands)
     return parser
 
 
@@ -108,13 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        from .errors import StreamBPError, VerificationError
         from .report.measure import MeasurementError, WorkerError
         from .report.models import ModelSourceError
 
-        if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError)):
+        if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
             raise
         print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ModelSourceError) else 1
+        return 2 if isinstance(error, (ModelSourceError, VerificationError)) else 1
 
 
 if __name__ == "__main__":

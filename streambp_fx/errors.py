@@ -15,5 +15,9 @@ class CompileError(StreamBPError):
     """A pass of the compiler failed. The message names the pass and, if there is one, the graph node."""
 
 
+class VerificationError(StreamBPError):
+    """A model or a batch that cannot be verified. The message says what is missing or in the way."""
+
+
 class StreamBPWarning(UserWarning):
     """Some region of the model runs unchunked. The gradient is exact; the memory saving is smaller."""

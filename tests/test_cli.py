@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import pytest
 from rich.console import Console
@@ -53,6 +54,11 @@ def test_the_chunk_is_a_quarter_rounded_up_unless_it_is_given(monkeypatch, given
         (["demo", "--threads", "-1"], "--threads: must be at least 0"),
         (["demo", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["demo", "--fast"], "unrecognized arguments: --fast"),
+        (["verify"], "required: MODEL"),
+        (["verify", "smollm2", "--seq-len", "1"], "--seq-len: must be at least 2"),
+        (["verify", "smollm2", "--batch-size", "0"], "--batch-size: must be at least 1"),
+        (["verify", "smollm2", "--chunk", "x"], "'x' is not a whole number"),
+        (["verify", "smollm2", "--dtype", "float16"], "invalid choice: 'float16'"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "required: COMMAND"),
     ],
@@ -75,12 +81,12 @@ def test_a_folder_without_a_config(capsys, tmp_path):
     assert "no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["demo"]])
-def test_help(capsys, command):
+@pytest.mark.parametrize(("command", "said"), [([], "demo"), (["demo"], "demo"), (["verify"], "MODEL")])
+def test_help(capsys, command, said):
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])
     assert exit_.value.code == 0
-    assert "demo" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_a_failed_step_is_an_error_and_not_a_traceback(capsys, config, monkeypatch):
@@ -114,3 +120,60 @@ def test_demo_command(capsys, config):
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "streamed, chunk 24" in shown and "96 tokens of random tokens" in shown
+
+
+def test_verify_prints_tables(capsys, config):
+    argv = ["verify", config, "--seq-len", "67", "--batch-size", "2", "--chunk", "16", "--loss-chunk", "8"]
+    assert main([*argv, "--dtype", "float64"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        *("2 sequences of 67 tokens, chunk 16, loss chunk 8", "float64, random tokens", "weights are random"),
+        *("21 of 21 parameters agree within 1e-06", "gradient of", "0, 15, 16,", "all rows up to its own"),
+        "confirmed: gradients agree",
+    ):
+        assert words in shown, words
+
+
+def test_verify_as_json_with_default_sizes(capsys, config):
+    assert main(["verify", config, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["seq_len"] == 261 and found["chunk"] == found["loss_chunk"] == 66
+    assert len(found["gradients"]) == 21 and all(g["ok"] for g in found["gradients"])
+    assert {p["reach"] for p in found["probes"]} == {"row", "causal"} and found["not_claimed"] == []
+
+
+def test_verify_fails_where_gradients_differ(capsys, config, monkeypatch):
+    """Status 1, and the words for it."""
+    module = sys.modules["streambp_fx.verify"]
+    honest = module.compile_graph
+
+    def wrong(*args, **kwargs):
+        run = honest(*args, **kwargs)
+        return lambda *inputs: [v if v is None else v * 1.01 for v in run(*inputs)]
+
+    monkeypatch.setattr(module, "compile_graph", wrong)
+    assert main(["verify", config, "--seq-len", "67"]) == 1
+    shown = capsys.readouterr().out
+    assert "differs: " in shown and "NOT CONFIRMED: loss or gradients differ" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["nothing-here"], "no such file or directory"),
+        (["FOLDER"], "holds no config.json"),
+        (["CONFIG", "--seq-len", "90"], "--seq-len 90, but the model has 64 positions"),
+    ],
+)
+def test_verify_refuses_in_plain_words_and_writes_nothing(capsys, tmp_path, monkeypatch, argv, said):
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 211}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    empty, config = tmp_path / "empty", tmp_path / "config.json"
+    empty.mkdir()
+    config.write_text(json.dumps({"model_type": "gpt2", **sizes, **ends}))
+    monkeypatch.chdir(empty)
+    places = {"FOLDER": str(empty), "CONFIG": str(config)}
+    assert main(["verify", *(places.get(a, a) for a in argv)]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and "Traceback" not in captured.err and captured.out == ""
+    assert list(empty.iterdir()) == []

@@ -38,27 +38,22 @@ class Executor:
     def __init__(self, facts: Facts, options: Options) -> None:
         self.facts = facts
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
-        self.constants = {n: _attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
+        self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
         output = next(n for n in facts.nodes if n.op == "output")
         self.results = list(output.args[0])
-        self.sizes_at = [
-            (k, dim, symbol, more)
-            for k, n in enumerate(self.placeholders)
-            for dim, size in _declared(n)
-            for symbol, more in _linear(size)
-        ]
+        self.sizes_at = size_places(facts)
         self.guards = _tests(facts)
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options)
         self.whole_forms: dict[int, Subgraph] = {}
-        self.masks = _masks(facts)
+        self.masks = masks_to_test(facts)
         wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
         known = streamed | _whole_inputs(facts)
         self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), known)
         self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
         read = {n for part in (self.tail, *self.lazy.values()) for n in part.inputs}
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
-        self.random = any(_is_random(n) for n in facts.nodes)
+        self.random = any(is_random(n) for n in facts.nodes)
         self.one_sweep = _one_sweep(facts, self.runners, self.tail)
 
     @property
@@ -99,16 +94,7 @@ class Executor:
     # ---- parts of a step
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
-        sizes: dict[sympy.Symbol, int] = {}
-        for position, dim, symbol, more in self.sizes_at:
-            value = inputs[position] if dim is None else inputs[position].shape[dim]
-            found = int(value) - more
-            if sizes.setdefault(symbol, found) != found:
-                raise ValueError(
-                    f"the inputs have different sequence lengths, {sizes[symbol]} and {found}; "
-                    "a streamed model takes them to be equal"
-                )
-        return sizes
+        return read_sizes(self.sizes_at, inputs)
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
         """Run a subgraph in ordinary PyTorch and keep its outputs."""
@@ -183,6 +169,35 @@ class Executor:
         values.update(zip(self.tail.outputs, found, strict=True))
 
 
+def size_places(facts: Facts) -> list[tuple[int, int | None, sympy.Symbol, int]]:
+    """Where the size symbols of a graph stand in its inputs: (position, dim, symbol, number added to it)."""
+    placeholders = [n for n in facts.nodes if n.op == "placeholder"]
+    return [
+        (k, dim, symbol, more)
+        for k, n in enumerate(placeholders)
+        for dim, size in _declared(n)
+        for symbol, more in _linear(size)
+    ]
+
+
+def read_sizes(places: list, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """The value of each size symbol, from the graph's inputs.
+
+    Raises:
+        ValueError: inputs that share a symbol have different sizes.
+    """
+    sizes: dict[sympy.Symbol, int] = {}
+    for position, dim, symbol, more in places:
+        value = inputs[position] if dim is None else inputs[position].shape[dim]
+        found = int(value) - more
+        if sizes.setdefault(symbol, found) != found:
+            raise ValueError(
+                f"the inputs have different sequence lengths, {sizes[symbol]} and {found}; "
+                "a streamed model takes them to be equal"
+            )
+    return sizes
+
+
 def _declared(placeholder: Node) -> Iterator[tuple[int | None, sympy.Expr]]:
     """Sizes of an input by dim; an input that is a size itself has no dim."""
     value = placeholder.meta["val"]
@@ -212,14 +227,16 @@ def _tests(facts: Facts) -> list[tuple[list[sympy.Symbol], Callable[..., bool]]]
     return found
 
 
-def _attribute(facts: Facts, node: Node) -> Any:
+def attribute(facts: Facts, node: Node) -> Any:
+    """The value of a `get_attr` node."""
     value: Any = facts.module
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
+    """True for an op that draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -243,7 +260,7 @@ def _runners(facts: Facts, options: Options) -> list[Any]:
     return runners
 
 
-def _masks(facts: Facts) -> dict[Node, bool]:
+def masks_to_test(facts: Facts) -> dict[Node, bool]:
     """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
 
     NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly

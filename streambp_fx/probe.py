@@ -1,0 +1,426 @@
+"""The independence probe: what the analysis claims of rows, tried on the tensors of a real step.
+
+The captured graph is run once, op by op. Each op of which something is claimed is run again on its own
+operands with some of their rows replaced; the rows that are claimed not to read those must come out the same,
+bit for bit. The claims of single ops make up those of the model: a value whose op reads row i alone, of
+operands that read rows up to i, reads rows up to i.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from .claims import NotClaimed, Probe
+from .errors import VerificationError
+from .passes import masks
+from .passes.axes import is_secondary
+from .passes.capture import source_line
+from .passes.chunk import ALIGNED
+from .passes.footprints import mask_facts
+from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
+from .passes.rules.contractions import sdpa_arguments
+from .poison import Operand, Rows, first_difference
+from .runtime.executor import attribute, is_random, masks_to_test, read_sizes, size_places
+
+aten = torch.ops.aten
+# Where the ops that mix rows take the operands that they read by columns.
+COLUMNS: dict[Any, tuple[int | str, ...]] = {
+    aten.scaled_dot_product_attention.default: (1, 2, "key", "value"),
+    aten.baddbmm.default: (2, "batch2"),
+}
+PRODUCT_COLUMNS: tuple[int | str, ...] = (1, "other", "mat2")
+Substitute = Callable[[Node, bool], Any]
+
+
+def check_not_random(facts: Facts) -> None:
+    """Raise if an op of the graph draws random numbers: no two runs of it could be compared.
+
+    Raises:
+        VerificationError: names the op and its source line.
+    """
+    for node in facts.nodes:
+        attention = node.target is aten.scaled_dot_product_attention.default
+        if is_random(node) and not (attention and sdpa_arguments(node)["dropout_p"] == 0):
+            raise VerificationError(
+                f"the model draws random numbers that are no dropout: {node.target} ({source_line(node)}). "
+                "Two steps of it cannot be compared. Switch this off and verify again."
+            )
+
+
+class IndependenceProbe:
+    """Runs a captured graph on real inputs and tries every claim.
+
+    NOTE [rows of identical segments]: the first of identical segments is tried at all rows, and each of the
+    others at one of them in turn. They have the same ops on the same shapes under the same masks, and a deep
+    model would take minutes otherwise.
+
+    Args:
+        facts: of the graph, after all passes.
+        inputs: of the graph, in the order of its placeholders.
+        rows: the rows r; for each, rows after r are poisoned, and rows before it.
+        everywhere: all rows in all segments, see NOTE [rows of identical segments].
+        seed: of the poison. PyTorch's own random state is not touched.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        inputs: Sequence[Any],
+        rows: Sequence[int],
+        everywhere: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.facts, self.rows, self.seed = facts, tuple(rows), seed
+        self.rows_of = {} if everywhere else _rows_in_turn(facts, self.rows)
+        placeholders = [n for n in facts.nodes if n.op == "placeholder"]
+        self.inputs = dict(zip(placeholders, inputs, strict=True))
+        self.sizes = read_sizes(size_places(facts), inputs)
+        self.values: dict[Node, Any] = {}
+        self.segment_of = {n: s for s in facts.segments for n in s.nodes}
+        self.regions = {n: _region(facts, n) for n, m in facts.mixings.items() if not has_column(facts, n)}
+        self.masks = masks_to_test(facts)
+        self.probes: list[Probe] = []
+        self.not_claimed: list[NotClaimed] = []
+
+    def run(self) -> None:
+        """Fill `probes` and `not_claimed`, in the order of the graph."""
+        order, last_readings = self._lifetimes()
+        with torch.no_grad(), torch._C._DisableAutocast():
+            for position, node in enumerate(order):
+                try:
+                    self._value(node)
+                    if self._is_made(node):
+                        self._probe(node)
+                except Exception as error:
+                    raise VerificationError(
+                        f"the probe failed at {node.target} ({source_line(node)}): "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+                for dead in last_readings.get(position, ()):
+                    del self.values[dead]
+
+    def _is_made(self, node: Node) -> bool:
+        """True for a streamed value that an op computes."""
+        computed = node.op == "call_function" and node.target is not operator.getitem
+        return computed and self.facts.kinds[node] is Kind.STREAM
+
+    # ---- the run as it is
+
+    def _lifetimes(self) -> tuple[list[Node], dict[int, list[Node]]]:
+        """Nodes that the outputs are made of, and, by position, the values that are needed there last.
+
+        Values without a gradient are kept: what is proved of a mask may depend on them (`_for_this_batch`).
+        """
+        output = next(n for n in self.facts.nodes if n.op == "output")
+        needed, pending = set(), list(output.all_input_nodes)
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending.extend(node.all_input_nodes)
+        order = [n for n in self.facts.nodes if n in needed]
+        last: dict[Node, int] = {}
+        for position, node in enumerate(order):
+            # a product with masked weights is tried together with what its weights are made of
+            for reader in (node, *self.regions.get(node, ())):
+                last.update(dict.fromkeys((reader, *reader.all_input_nodes), position))
+        found: dict[int, list[Node]] = {}
+        for node, position in last.items():
+            if self.facts.kinds[node] not in (Kind.WHOLE, Kind.SIZE):
+                found.setdefault(position, []).append(node)
+        return order, found
+
+    def _value(self, node: Node) -> None:
+        if self.facts.kinds[node] is Kind.SIZE:
+            self.values[node] = evaluate_size(node, lambda expr: int(expr.subs(self.sizes)))
+        elif node.op == "placeholder":
+            self.values[node] = self.inputs[node]
+        elif node.op == "get_attr":
+            self.values[node] = attribute(self.facts, node)
+        else:
+            self.values[node] = self._call(node, lambda n, column: self.values[n])
+
+    def _call(self, node: Node, value: Substitute) -> Any:
+        """The node's op; `value` gives its operands and is told whether they are read by columns.
+
+        An operand may be read both ways (`attention(x, x, x)`), so what counts is its place.
+        """
+        columns = self._columns(node)
+
+        def given(place: int | str, argument: Any) -> Any:
+            return torch.fx.node.map_arg(argument, lambda n: value(n, place in columns))
+
+        args = [given(k, a) for k, a in enumerate(node.args)]
+        return node.target(*args, **{k: given(k, a) for k, a in node.kwargs.items()})  # type: ignore[operator]
+
+    def _columns(self, node: Node) -> tuple[int | str, ...]:
+        """Places of the operands that a node reads by columns."""
+        return COLUMNS.get(node.target, PRODUCT_COLUMNS) if node in self.facts.mixings else ()
+
+    # ---- what is claimed
+
+    def _probe(self, node: Node) -> None:
+        reason = self._why_not(node)
+        if reason is not None:
+            self._leave_out(node, reason)
+            return
+        mixing = self.facts.mixings.get(node)
+        found = self._try_own_rows(node)
+        reach, window = Reach.ROW, None
+        if mixing is not None:
+            reach, window = self._for_this_batch(mixing)
+            if has_column(self.facts, node):
+                found += self._try_columns(node)
+            elif reach is not Reach.FULL:
+                found += self._try_mixing(node, window)
+        if not found:
+            self._leave_out(node, "it reads nothing by rows")
+            return
+        self.probes.append(
+            Probe(
+                segment=self._index(node),
+                value=node.name,
+                op=str(node.target),
+                reach=reach,
+                window=window,
+                rows=tuple(dict.fromkeys(r for r, _ in found)),
+                contradictions=tuple(text for _, text in found if text is not None),
+                line=source_line(node),
+            )
+        )
+
+    def _index(self, node: Node) -> int | None:
+        return self.segment_of[node].index if node in self.segment_of else None
+
+    def _why_not(self, node: Node) -> str | None:
+        """Why nothing is claimed of a value, or None."""
+        facts, segment = self.facts, self.segment_of.get(node)
+        layout = facts.layouts.get(node)
+        if segment is not None and not segment.chunked:
+            return segment.reason or "its segment runs whole"
+        if node in facts.refusals:
+            return facts.refusals[node]
+        if node in facts.slices:
+            return "a slice of the sequence begins a sequence of its own"
+        if layout is None or len([a for a in layout if a is not None and a.role is Role.ROW]) != 1:
+            return "the sequence axis of the result is unknown"
+        return None
+
+    def _leave_out(self, node: Node, reason: str) -> None:
+        """One entry for each cause: a segment that runs whole, or an op that no other refusal explains."""
+        segment, first = self.segment_of.get(node), node
+        if segment is not None and not segment.chunked:
+            first = segment.refused or node
+        elif is_secondary(reason):
+            return
+        entry = NotClaimed(self._index(node), first.name, str(first.target), reason, source_line(first))
+        if entry not in self.not_claimed:
+            self.not_claimed.append(entry)
+
+    def _for_this_batch(self, mixing: Mixing) -> tuple[Reach, int | None]:
+        """The reach of a mixing op in this step, as the runtime takes it.
+
+        See NOTE [rows that see nothing] in `runtime.executor`: with padding it may be FULL.
+        """
+        mask = mixing.mask
+        uncertain = mask is not None and self.masks.get(mask)
+        if uncertain and not masks.first_column_open(
+            mask_facts(self.facts, mask),
+            self.values.__getitem__,  # type: ignore[arg-type]
+        ):
+            return Reach.FULL, None
+        window = None if mixing.window is None else int(mixing.window)
+        return mixing.reach, window if mixing.reach is Reach.WINDOW else None
+
+    # ---- trials
+
+    def _try_own_rows(self, node: Node) -> list[tuple[int, str | None]]:
+        """Rows of the result against the same rows of the operands, other than columns.
+
+        NOTE [which poison]: NaN wherever rows are not touched at all: nothing absorbs it. Where a mask hides
+        rows they *are* touched, as 0 * x, and 0 * NaN is NaN; there the poison is finite random numbers, of
+        several times the size of the rows they replace. Token ids and other integers are exchanged for those
+        of other rows, since they must stay in range.
+        """
+        operands = {
+            n: Operand(self.values[n], rows, self.seed)
+            for n in self._operands(node, columns=False)
+            if (rows := self._own_rows(node, n)) is not None
+        }
+
+        def run() -> Any:
+            return self._call(
+                node, lambda n, column: operands[n].buffer if n in operands and not column else self.values[n]
+            )
+
+        return self._trials(node, list(operands.values()), run, Role.ROW, reads=1)
+
+    def _try_columns(self, node: Node) -> list[tuple[int, str | None]]:
+        """Scores: column j against row j of the operand that is read by columns."""
+        operands = self._column_operands(node)
+
+        def run() -> Any:
+            return self._call(
+                node, lambda n, column: operands[n].buffer if n in operands and column else self.values[n]
+            )
+
+        return self._trials(node, list(operands.values()), run, Role.COLUMN, reads=1)
+
+    def _try_mixing(self, node: Node, window: int | None) -> list[tuple[int, str | None]]:
+        """Rows up to r against keys and values after r; and from r on against those before its window.
+
+        Where the weights are a value of their own, the ops that they are made of are run again as well, from
+        the poisoned keys on: it is the mask on the scores that makes the weights zero.
+        """
+        members = [*self.regions[node], node]
+        operands = {n: o for m in members for n, o in self._column_operands(m).items()}
+
+        def run() -> Any:
+            made: dict[Node, Any] = {}
+
+            def value(n: Node, column: bool) -> Any:
+                if column and n in operands:
+                    return operands[n].buffer
+                return made.get(n, self.values[n])
+
+            for member in members:
+                made[member] = self._call(member, value)
+            return made[node]
+
+        return self._trials(node, list(operands.values()), run, Role.ROW, reads=window, finite=True)
+
+    def _operands(self, node: Node, columns: bool) -> list[Node]:
+        """Tensor operands that are read by columns, or those that are not."""
+        found: list[Node] = []
+
+        def look(operand: Node, column: bool) -> None:
+            if column is columns and isinstance(self.values[operand], Tensor):
+                found.append(operand)
+
+        self._visit(node, look)
+        return list(dict.fromkeys(found))
+
+    def _visit(self, node: Node, look: Callable[[Node, bool], None]) -> None:
+        columns = self._columns(node)
+        for place, argument in (*enumerate(node.args), *node.kwargs.items()):
+            torch.fx.node.map_arg(argument, lambda n, place=place: look(n, place in columns))
+
+    def _column_operands(self, node: Node) -> dict[Node, Operand]:
+        if node not in self.facts.mixings:
+            return {}
+        found = {n: self._rows(n, self.facts.layouts.get(n), Role.ROW) for n in self._operands(node, True)}
+        return {n: Operand(self.values[n], rows, self.seed) for n, rows in found.items() if rows is not None}
+
+    def _own_rows(self, node: Node, operand: Node) -> Rows | None:
+        """Rows of an operand that is not read by columns, as a chunk would slice it; None if it has none."""
+        kind, layout = self.facts.kinds[operand], self.facts.layouts.get(operand)
+        if kind is Kind.STREAM:
+            return self._rows(operand, layout, Role.ROW)
+        if kind is not Kind.WHOLE:
+            return None
+        if node.target is aten.scaled_dot_product_attention.default:
+            return None  # a mask: its columns are proved, and its rows are built one by one
+        if node.target in ALIGNED or (node.target is aten.baddbmm.default and node.args[0] is operand):
+            result = self.facts.layouts[node] or ()
+            layout = result[len(result) - self.values[operand].dim() :] if self.values[operand].dim() else ()
+        return self._rows(operand, layout, Role.ROW)
+
+    def _rows(self, node: Node, layout: Layout | None, role: Role) -> Rows | None:
+        shape = shape_of(node)
+        for dim, axis in enumerate(layout or ()):
+            if axis is not None and axis.role is role and self.facts.sequence in shape[dim].free_symbols:
+                return self._along(self.values[node], dim, axis)
+        return None
+
+    def _along(self, value: Tensor, dim: int, axis: Axis) -> Rows:
+        outer, inner = (int(e.subs(self.sizes)) for e in (axis.outer, axis.inner))
+        return Rows(dim, outer, value.shape[dim] // (outer * inner), inner)
+
+    def _trials(
+        self,
+        node: Node,
+        operands: list[Operand],
+        run: Callable[[], Any],
+        role: Role,
+        reads: int | None,
+        finite: bool = False,
+    ) -> list[tuple[int, str | None]]:
+        """What was tried: rows r, and in words what changed, if anything did.
+
+        Args:
+            operands: those in which rows are poisoned.
+            run: computes the value from the operands' buffers.
+            role: the axis of the value along which it is compared.
+            reads: how many rows row r reads, itself the last; None: all up to its own.
+            finite: the kind of poison, see NOTE [which poison].
+        """
+        if not operands:
+            return []
+        layout = self.facts.layouts[node] or ()
+        dim, axis = next((d, a) for d, a in enumerate(layout) if a is not None and a.role is role)
+        reference = self.values[node]
+        if not all(o.faithful for o in operands):  # another memory layout may mean another kernel
+            reference = pytree.tree_map_only(Tensor, torch.clone, run())
+        value = next(v for v in pytree.tree_leaves(reference) if isinstance(v, Tensor))
+        rows = self._along(value, dim, axis)
+        tried: list[tuple[int, str | None]] = []
+        for r in self.rows_of.get(self._index(node), self.rows):
+            for poisoned, compared, words in _sides(r, rows.length, reads):
+                for operand in operands:
+                    operand.poison(*poisoned, finite=finite)
+                difference = first_difference(reference, run(), rows, *compared)
+                for operand in operands:
+                    operand.restore(*poisoned)
+                tried.append((r, difference and f"{role.value} {difference} when {words} were poisoned"))
+        return tried
+
+
+Interval = tuple[int, int]
+
+
+def _sides(r: int, length: int, reads: int | None) -> Iterator[tuple[Interval, Interval, str]]:
+    """Which rows are poisoned, and which must then stay: those up to r; and those from r on.
+
+    Args:
+        reads: how many rows row r reads, itself the last; None: all up to its own.
+    """
+    if r + 1 < length:
+        yield (r + 1, length), (0, r + 1), f"rows after {r}"
+    if reads is not None and r - reads + 1 > 0 and r < length:
+        first = r - reads + 1
+        yield (0, first), (r, length), f"rows before {first}"
+
+
+def _rows_in_turn(facts: Facts, rows: tuple[int, ...]) -> dict[int | None, tuple[int, ...]]:
+    """The rows of those segments that are not the first of their kind."""
+    seen: dict[str, int] = {}
+    found: dict[int | None, tuple[int, ...]] = {}
+    for segment in facts.segments:
+        count = seen[segment.signature] = seen.get(segment.signature, -1) + 1
+        if count:
+            found[segment.index] = (rows[count % len(rows)],)
+    return found
+
+
+def has_column(facts: Facts, node: Node) -> bool:
+    """True if a dim of the value holds columns: scores of an attention, and its weights."""
+    return any(a is not None and a.role is Role.COLUMN for a in facts.layouts.get(node) or ())
+
+
+def _region(facts: Facts, node: Node) -> list[Node]:
+    """The (row, column) values that a product with values is made of, in graph order."""
+    found: set[Node] = set()
+    pending = [node]
+    while pending:
+        sources = [n for n in pending.pop().all_input_nodes if n not in found]
+        inner = [n for n in sources if facts.kinds[n] is Kind.STREAM and has_column(facts, n)]
+        found.update(inner)
+        pending.extend(inner)
+    return [n for n in facts.nodes if n in found]
