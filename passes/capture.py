@@ -7,6 +7,7 @@ At the pre-dispatch level `linear`, `layer_norm`, `scaled_dot_product_attention`
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .custom_gradient import Retrace
 from .ir import shape_of, tensors_of
 from .sequence import Lengths, values_of
+
+IN_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
 @dataclass
@@ -160,6 +163,7 @@ def capture(
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     for old, new, given, example in zip(nodes, placeholders, inputs, examples, strict=True):
         new.meta.setdefault("val", given)  # a number leaves no trace of its own
+        new.meta["source"] = source_expression(old)
         if not isinstance(example, torch.Tensor):
             continue
         if isinstance(example, torch.nn.Parameter):
@@ -204,11 +208,26 @@ def is_autocast_on(module: torch.fx.GraphModule) -> bool:
     return any(torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d) for d in devices)
 
 
-def source_name(placeholder: torch.fx.Node) -> str:
-    """Readable name of a Dynamo input: `model.layers.0.mlp.up_proj.weight`, or the argument's name."""
+def source_expression(placeholder: torch.fx.Node) -> str:
+    """The expression in which Dynamo found an input: `L['self']._modules['norm']._parameters['weight']`."""
     argument = placeholder.meta.get("grapharg")
     name = argument.source.name if argument is not None else placeholder.name
-    name = name() if callable(name) else name
+    return name() if callable(name) else name
+
+
+def path(placeholder: torch.fx.Node) -> str:
+    """Dotted name of a captured parameter or buffer in its model, "model.norm.weight"; an input's name."""
+    source = placeholder.meta.get("source", "")
+    parts = [p for p in IN_MODULE.findall(source) if p != "_orig_mod"]
+    if parts:
+        return ".".join(parts)
+    words = re.findall(r"[A-Za-z_]\w*", source)
+    return words[-1] if words else placeholder.name
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """Readable name of a Dynamo input: `model.layers.0.mlp.up_proj.weight`, or the argument's name."""
+    name = source_expression(placeholder)
     for table in ("_modules", "_parameters", "_buffers"):
         name = name.replace(f".{table}[", "[")
     parts = [p.strip("'\"") for p in name.replace("]", "").replace("L[", "").split("[")]

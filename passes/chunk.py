@@ -19,6 +19,7 @@ from torch.fx import Node
 from . import attention, masks
 from .ir import Axis, Facts, Kind, PassError, Role, Segment, evaluate_size, operands, shape_of, tensors_of
 from .normalize import grouped_source
+from .origins import Origins
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import ELEMENTWISE_LOSSES, pointwise_ops
 
@@ -146,6 +147,7 @@ class ChunkProgram:
         self.states = {s.node: s for s in find_states(facts, segment)}
         self.needed = self._demand()
         self.readers = self._count_readers()
+        self.origins: Origins | None = None
 
     def _demand(self) -> list[tuple[Node, Role]]:
         """(node, role) pairs the targets need, in graph order, columns of a node after its rows."""
@@ -188,6 +190,7 @@ class ChunkProgram:
             reader: how a state is read.
             seed: seed of the chunk's random ops.
         """
+        self.origins = Origins()
         return Evaluation(self, bindings, ranges, reader, seed).targets()
 
 
@@ -219,12 +222,17 @@ class Evaluation:
         self.blocks: dict[tuple, Tensor] = {}
 
     def targets(self) -> list[Tensor]:
+        origins = self.program.origins
+        assert origins is not None
         for node, role in self.program.needed:
             if role is Role.COLUMN and node in self.program.states:
                 own = self.values[node, Role.ROW]
-                self.values[node, role] = self.reader.columns(self.program.states[node], own)
+                with origins.of(node):
+                    self.values[node, role] = self.reader.columns(self.program.states[node], own)
             else:
-                self.values[node, role] = self._evaluate(node, role)
+                with origins.of(node):
+                    self.values[node, role] = self._evaluate(node, role)
+            origins.follow(self.values[node, role], node)
         return [self.values[n, Role.ROW] for n in self.program.targets]
 
     # ---- sizes

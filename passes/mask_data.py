@@ -30,10 +30,15 @@ def data_holds(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> bo
         facts: the mask.
         fetch: gives the tensor of a node of `facts.linear`.
     """
+    return bool(data_condition(facts, fetch))
+
+
+def data_condition(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> Truth:
+    """What `data_holds` asks, as a tensor that is not read yet, or a bool where no tensor is asked."""
     if not facts.understood:
         return False
     data = [c.predicate for c in facts.conjuncts if c.kind == "data"]
-    return bool(_all(_holds(c, facts, fetch) for c in data))
+    return _all(_holds(c, facts, fetch) for c in data)
 
 
 def first_column_open(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> bool:
@@ -42,6 +47,11 @@ def first_column_open(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]
     A row without any attends, under an additive mask of finfo.min, to all columns alike. Sufficient tests
     only, of the same cost as `data_holds`.
     """
+    return bool(first_column_condition(facts, fetch))
+
+
+def first_column_condition(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> Truth:
+    """What `first_column_open` asks, as a tensor that is not read yet, or a bool where no tensor is asked."""
     if not facts.understood:
         return False
     finite = _all(_finite(leaf, facts, fetch) for leaf in facts.bias)
@@ -54,7 +64,7 @@ def first_column_open(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]
         static = And(*(t for t in terms if not t.has(AppliedUndef)))
         if implies(sympy.true, static, facts.bounds):
             found.append(_all(_holds(t, facts, fetch) for t in terms if t.has(AppliedUndef)))
-    return bool(_all([finite, _any(found)]))
+    return _all([finite, _any(found)])
 
 
 def _all(values: Any) -> Truth:

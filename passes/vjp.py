@@ -202,7 +202,10 @@ def _trace(
     body = bodies.get(kind, _joint)
 
     def traced(*flat: Any) -> list[Tensor]:
-        return body(owner, program, slots, extent, flat)
+        found = body(owner, program, slots, extent, flat)
+        if program.origins is not None:
+            program.origins.finish()
+        return found
 
     with mode, torch.enable_grad():
         module = make_fx(traced, tracing_mode="real")(*fakes.flat)
@@ -311,15 +314,21 @@ class Guards:
 
     def __call__(self) -> list[Guard]:
         for guard in self.env.guards[self.seen :]:
-            symbols = sorted(guard.expr.free_symbols, key=str)
-            known = [self.names.get(s) for s in symbols]
-            ignored = "total" in known and not self.full
-            if not symbols or ignored or None in known or "seed" in known:
-                continue
-            test = sympy.lambdify(symbols, guard.expr)
-            self.tests.append(_guard(test, [n for n in known if n is not None]))
+            if self._counts(guard.expr):
+                symbols = sorted(guard.expr.free_symbols, key=str)
+                test = sympy.lambdify(symbols, guard.expr)
+                self.tests.append(_guard(test, [self.names[s] for s in symbols]))
         self.seen = len(self.env.guards)
         return self.tests
+
+    def conditions(self) -> list[sympy.Expr]:
+        """What is tested, as expressions in the symbols of `names`, each once."""
+        return list(dict.fromkeys(g.expr for g in self.env.guards if self._counts(g.expr)))
+
+    def _counts(self, assumed: sympy.Expr) -> bool:
+        known = [self.names.get(s) for s in assumed.free_symbols]
+        ignored = "total" in known and not self.full
+        return bool(known) and not ignored and None not in known and "seed" not in known
 
 
 def _guard(test: Callable[..., Any], names: list[str]) -> Guard:

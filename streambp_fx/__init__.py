@@ -9,10 +9,18 @@ from .versions import check_versions
 
 check_versions()
 
-from .errors import CaptureError, CompileError, StreamBPError, StreamBPWarning, VerificationError  # noqa: E402
+from .errors import (  # noqa: E402
+    CaptureError,
+    CompileError,
+    StreamBPError,
+    StreamBPWarning,
+    UnknownPassError,
+    VerificationError,
+)
 from .explain import explain  # noqa: E402
 from .options import Options  # noqa: E402
 from .schedule import Schedule  # noqa: E402
+from .trace import Trace, diff, trace  # noqa: E402
 from .transform import restore, schedule, transform  # noqa: E402
 from .verification import Verification  # noqa: E402
 from .verify import verify  # noqa: E402
@@ -25,11 +33,15 @@ __all__ = [
     "Schedule",
     "StreamBPError",
     "StreamBPWarning",
+    "Trace",
+    "UnknownPassError",
     "Verification",
     "VerificationError",
+    "diff",
     "explain",
     "restore",
     "schedule",
+    "trace",
     "transform",
     "verify",
 ]

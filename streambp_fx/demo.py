@@ -97,6 +97,8 @@ class _Reporter:
             self.advance(LOAD_SHARE)
         elif kind == "warm":
             self.advance(WARMUP_SHARE)
+        elif kind == "schedule":
+            self.console.print(event["text"], markup=False, soft_wrap=True)
         elif kind == "note":
             self.console.print(f"note: {event['text']}", markup=False)
         elif kind == "step":

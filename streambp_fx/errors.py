@@ -19,5 +19,9 @@ class VerificationError(StreamBPError):
     """A model or a batch that cannot be verified. The message says what is missing or in the way."""
 
 
+class UnknownPassError(StreamBPError, ValueError):
+    """A name that no pass has. The message lists the names there are, and the nearest one."""
+
+
 class StreamBPWarning(UserWarning):
     """Some region of the model runs unchunked. The gradient is exact; the memory saving is smaller."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Schedule:
     seq_len: int | None = None
     sweeps: int = 0
     number: int = field(default_factory=itertools.count().__next__)
+    _code: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def segments(self) -> list[Segment]:
@@ -66,6 +68,44 @@ class Schedule:
             return None if self.seq_len is None else 1
         rows = self.options.rows if segment.mixings else self.options.loss_chunk
         return -(-(self.seq_len - segment.removed) // rows)
+
+    def for_length(self, seq_len: int | None = None) -> Schedule:
+        """The same schedule for a sequence length: by default that of the call that was captured."""
+        known = self.facts.values.get(self.facts.sequence) if self.facts.sequence is not None else None
+        return dataclasses.replace(self, seq_len=seq_len or self.seq_len or known, _code=None)
+
+    # ---- the program
+
+    def code(self) -> str:
+        """The compiled step as one Python module that runs, forward and backward, and needs only PyTorch.
+
+        Each op has a line with its shape, under the line of the model that it comes from. `exec` the text and
+        call `step(inputs..., parameters)`, where `parameters` is a dict by dotted name; it returns the loss
+        and a dict of gradients. It is printed for `seq_len`, or where that is None for the length of the call
+        that was captured. It serves other lengths whose chunks are alike, and raises for those whose chunks
+        are not. The programs are traced at the first call, which takes some seconds.
+
+        Raises:
+            CompileError: a program cannot be traced.
+            ValueError: the graph has nothing that is streamed.
+        """
+        from .code import generate
+
+        if not self.segments:
+            raise ValueError("the graph runs unstreamed: there is no program to print")
+        if self._code is None:
+            self._code = generate(self.facts, self.options, self.seq_len)
+        return self._code
+
+    def to_dot(self) -> str:
+        """The segment graph as Graphviz text: `dot -Tsvg` draws it.
+
+        Segments are boxes, dashed with their reason where they run whole; edges are what flows between them,
+        with bytes a row of the batch; a carried state is an edge of a segment to itself.
+        """
+        from .dot import dot
+
+        return dot(self)
 
     # ---- text
 

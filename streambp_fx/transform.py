@@ -36,7 +36,9 @@ RECOMPILE_LIMIT = 64
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
-def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn.Module:
+def transform(
+    model: nn.Module, chunk: int | str = "auto", *, verbose: bool = False, **options: Any
+) -> nn.Module:
     """Stream the training forward and backward of a causal language model. Changes it in place.
 
     `model(input_ids=..., labels=...).loss.backward()` then gives the same loss and gradients, holding one
@@ -45,6 +47,7 @@ def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn
     Args:
         model: a Hugging Face causal language model, or a module with the same interface.
         chunk: rows of the sequence in a chunk of a layer, or "auto".
+        verbose: print the schedule whenever a graph has been compiled, as in the first training step.
         options: the other fields of `Options`.
 
     Returns:
@@ -56,6 +59,8 @@ def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn
     """
     check_versions()
     parsed = Options.parse({"chunk": chunk, **options})
+    if not isinstance(verbose, bool):
+        raise ValueError(f"verbose must be True or False, not {verbose!r}")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
     streamed = vars(model).get("forward")
@@ -68,7 +73,7 @@ def transform(model: nn.Module, chunk: int | str = "auto", **options: Any) -> nn
     had_forward = (
         "forward" in vars(model) if not isinstance(streamed, StreamedForward) else streamed.had_forward
     )
-    model.forward = StreamedForward(model, original, parsed, had_forward)
+    model.forward = StreamedForward(model, original, parsed, had_forward, verbose)
     return model
 
 
@@ -110,8 +115,11 @@ class StreamedForward:
     and saved files do not change. A copy of the model gets a copy that streams the copy.
     """
 
-    def __init__(self, model: nn.Module, original: Any, options: Options, had_forward: bool) -> None:
+    def __init__(
+        self, model: nn.Module, original: Any, options: Options, had_forward: bool, verbose: bool = False
+    ) -> None:
         self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
+        self.verbose = verbose
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
         self._modes: list[Any] = []
@@ -229,10 +237,17 @@ class StreamedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
         model = copy.deepcopy(self.model, memo)
-        return StreamedForward(model, copy.deepcopy(self.original, memo), self.options, self.had_forward)
+        original = copy.deepcopy(self.original, memo)
+        return StreamedForward(model, original, self.options, self.had_forward, self.verbose)
 
     def __reduce__(self) -> tuple:
-        return StreamedForward, (self.model, self.original, self.options, self.had_forward)
+        return StreamedForward, (self.model, self.original, self.options, self.had_forward, self.verbose)
+
+    def report(self, schedule: Schedule) -> None:
+        """Keep the schedule of a graph that was compiled, and print it if the user wants that."""
+        self.schedules.append(schedule)
+        if self.verbose:
+            print(schedule.for_length())
 
 
 def _rebuild(output: Any) -> Any:
@@ -244,8 +259,7 @@ def _rebuild(output: Any) -> Any:
 
 
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
-    report = owner.schedules.append
-    executor = compile_graph(module, example_inputs, owner.options, report, owner.sequence_dims)
+    executor = compile_graph(module, example_inputs, owner.options, owner.report, owner.sequence_dims)
     return functools.partial(owner._run, executor)
 
 

@@ -217,8 +217,8 @@ def run_isolated(spec: StepSpec, what: str, on_event: Callable[[Event], None] | 
             the first step and the time from the others, of which there must be at least one. See NOTE
             [peak and time come from different steps].
         on_event: called in this process with each message of the worker, a dict whose "event" is
-            "loaded", "warm", "step" (with "index", "loss", "seconds", "peak_bytes"), "note" (with
-            "text") or "done".
+            "loaded", "warm", "schedule" (with "text"; streamed only), "step" (with "index", "loss",
+            "seconds", "peak_bytes"), "note" (with "text") or "done".
 
     Raises:
         ValueError: `what` is none of the three, or "both" with a single step.

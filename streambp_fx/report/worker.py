@@ -48,6 +48,15 @@ def _report_warnings(emit: Emit, notes: list[str]) -> None:
     warnings.showwarning = handler
 
 
+def _emit_schedule(emit: Emit, model: nn.Module, seq_len: int) -> None:
+    """Send the schedule of the warm-up step as it is for the measured ones."""
+    import streambp_fx
+
+    schedule = streambp_fx.schedule(model)
+    if schedule is not None:
+        emit("schedule", text=str(schedule.for_length(seq_len)))
+
+
 def _own_weights(model: nn.Module) -> None:
     """Copy weights that are still pages of a mapped file, lest the step be charged for reading them."""
     for parameter in model.parameters():
@@ -127,6 +136,8 @@ def run(spec: StepSpec, what: str, emit: Emit, notes: list[str]) -> list[tuple[f
     warm = ids[:, : spec.warmup_len or spec.seq_len]
     train_step(torch.empty(warm.shape, dtype=ids.dtype, device=ids.device).copy_(warm))
     emit("warm")
+    if spec.mode == "streamed":
+        _emit_schedule(emit, model, spec.seq_len)
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate) if spec.learning_rate else None
     results: list[tuple[float, Measurement]] = []
     for index in range(spec.steps):

@@ -1,0 +1,366 @@
+"""The driver of a printed program: the training step, written out."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..passes.capture import path
+from ..passes.extract import Subgraph
+from ..passes.ir import Kind, tensors_of
+from ..passes.printing import WIDTH, fold, listed, pack, remark
+from ..runtime.streamed import SegmentRunner
+from .body import docstring, targets
+from .context import Context, Test
+from .names import Scope
+from .parts import Part
+from .programs import SegmentCode
+from .sweeps import Sweeps
+
+
+class StepCode:
+    """Prints the step of a compiled graph.
+
+    Args:
+        context: what is printed.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.executor, self.facts = context, context.executor, context.facts
+        self.scope = Scope(context.globals.taken)
+        self.names: dict[Node, str] = {}
+        self.given: list[str] = []
+        self.constants: list[str] = []
+        self.lines: list[str] = []
+        self.tables: list[str] = []
+        self.keys: dict[Node, str] = {}
+        self._name_inputs()
+        self.scope.taken.update(self.keys.values())
+        results = [n for k, n in enumerate(self.executor.results) if k not in self.executor.lazy]
+        tensors = [n for n in results if isinstance(n, Node) and n in self.facts.needs_grad and tensors_of(n)]
+        self.differentiated = list(dict.fromkeys(tensors))
+        scalars = [n for n in self.differentiated if tensors_of(n)[0].dim() == 0]
+        self.loss = scalars[0] if len(scalars) == 1 else None
+        self.trained = self._trained()
+        self.sweeps: dict[str, Sweeps] = {}
+        self.parts: dict[str, Part] = {}
+        self._prepare()
+
+    # ---- names
+
+    def _name_inputs(self) -> None:
+        for node in self.executor.placeholders:
+            kind, name = self.context.model.kind(node), path(node)
+            if kind == "input":
+                if self.facts.kinds[node] is Kind.SIZE:
+                    continue
+                name = self.scope.new(self.context.model.of(node))
+                self.given.append(name)
+                self.names[node] = self.keys[node] = name
+            else:
+                self.names[node] = f'{kind}s["{name}"]'
+                self.keys[node] = name
+        for node, value in self.executor.constants.items():
+            self.names[node] = self._constant(node, value)
+
+    def _constant(self, node: Node, value: Any) -> str:
+        """A tensor that is part of the graph: written out if it is small."""
+        plain = type(value) is torch.Tensor and value.device.type != "meta" and value.numel() <= 64
+        if not plain:
+            return f'constants["{node.target}"]'
+        name = self.context.globals.new(f"CONSTANT_{len(self.constants)}")
+        numbers = re.sub(r"\b(inf|nan)\b", r'float("\1")', str(value.tolist()))
+        arguments = [numbers, f"dtype={value.dtype}", "device=DEVICE"]
+        self.constants += fold(0, f"{name} = torch.tensor(", arguments, ")")
+        return name
+
+    def _value(self, node: Node) -> str:
+        """A value in the step; named when it is first asked for."""
+        if node not in self.names:
+            self.names[node] = self.keys[node] = self.scope.new(self.context.model.of(node))
+        return self.names[node]
+
+    # ---- what there is to print
+
+    def _trained(self) -> set[Node]:
+        """Values that a gradient reaches when the differentiated results are given one."""
+        reached = {self.loss} if self.loss is not None else set(self.differentiated)
+        if any(n in reached for n in self.executor.tail.outputs):
+            reached |= {n for n in self.executor.tail.inputs if n in self.facts.needs_grad}
+        for segment, runner in reversed(list(zip(self.facts.segments, self.executor.runners, strict=True))):
+            if any(n in reached and n in self.facts.needs_grad for n in segment.outputs):
+                inputs = (
+                    runner.inputs if isinstance(runner, Subgraph) else (*segment.rows, *segment.constants)
+                )
+                reached |= {n for n in inputs if n in self.facts.needs_grad}
+        return reached
+
+    def _prepare(self) -> None:
+        """Print the functions that the step calls."""
+        executor = self.executor
+        alike: dict[str, list[int]] = {}
+        for segment in self.facts.segments:
+            alike.setdefault(segment.signature, []).append(segment.index)
+        self.tail = Part(self.context, executor.tail, "epilogue", "What is made of the last segment's rows.")
+        last = len(self.facts.segments) - 1
+        for segment, runner in zip(self.facts.segments, executor.runners, strict=True):
+            numbers, label = _numbers(alike[segment.signature]), f"segment_{segment.index}"
+            trained = any(n in self.trained for n in segment.outputs)
+            if isinstance(runner, Subgraph):
+                note = f"Segment {segment.index}, which runs whole{_reason(segment)}."
+                self.parts[str(segment.index)] = Part(self.context, runner, label, note)
+            elif segment.signature not in self.sweeps:
+                one_sweep = self.one_sweep and segment.index == last
+                code = SegmentCode(self.context, runner, label, one_sweep, trained)
+                self.sweeps[segment.signature] = Sweeps(code, numbers)
+        whole = Subgraph(self.facts, self._whole_read(), set())
+        self.whole = Part(self.context, whole, "whole_values", "Values that no gradient reaches.")
+
+    def _whole_read(self) -> list[Node]:
+        """Whole values that something printed reads."""
+        read = {n for p in (self.tail, *self.parts.values()) for n in p.values}
+        read |= {n for test in self.tests() for n in test.arguments if isinstance(n, Node)}
+        for segment in self.facts.segments:
+            if segment.signature in self.sweeps:
+                read.update(self._whole_of(segment))
+        return [n for n in self.executor.whole.outputs if n in read]
+
+    def _whole_of(self, segment: Any) -> list[Node]:
+        """What a segment's sweeps take of its whole values."""
+        code = self.sweeps[segment.signature].code
+        of = dict(zip(code.segment.whole, segment.whole, strict=True))
+        return [of[node] for node, _ in code.whole_used()]
+
+    def tests(self) -> list[Test]:
+        tests = [*self.context.plain.values(), *self.context.open.values()]
+        return [t for t in tests if t.text]
+
+    @property
+    def one_sweep(self) -> bool:
+        position = self.executor.one_sweep
+        return position is not None and self.executor.tail.outputs[position] is self.loss
+
+    # ---- the step
+
+    def text(self) -> str:
+        """The function `step`."""
+        self._sizes()
+        self._call_part(self.whole)
+        self._ask_tests()
+        last = len(self.facts.segments) - 1
+        for segment, runner in zip(self.facts.segments, self.executor.runners, strict=True):
+            self.lines.append("")
+            if self.one_sweep and segment.index == last:
+                self._one_sweep(segment, runner)
+            else:
+                self._forward(segment, runner)
+        if not self.one_sweep:
+            self._epilogue()
+        for segment, runner in reversed(list(zip(self.facts.segments, self.executor.runners, strict=True))):
+            if not (self.one_sweep and segment.index == last):
+                self._backward(segment, runner)
+        self._finish()
+        body = [line if not line or line.startswith("    ") else f"    {line}" for line in self.lines]
+        head = fold(0, "def step(", self.parameters(), "):")
+        return "\n".join(["@torch.no_grad()", *head, *docstring(self._document()), *body])
+
+    def parameters(self) -> list[str]:
+        """What the step takes."""
+        code = "\n".join(self.lines)
+        seeded = any(s.code.seeded for s in self.sweeps.values())
+        optional = [f"{n}=None" for n in ("buffers", "constants") if f'{n}["' in code]
+        cotangents = [] if self.loss is not None else ["cotangents"]
+        return [*self.given, "parameters", *cotangents, *optional, *(["seed=0"] if seeded else [])]
+
+    def _document(self) -> str:
+        result = "loss" if self.loss is not None else "outputs"
+        text = f"One training step: the {result}, and gradients by the name of what they are gradients of."
+        more = " `cotangents`: gradients of the outputs that have one, in order."
+        return text + ("" if self.loss is not None else more)
+
+    def _sizes(self) -> None:
+        seen: set[str] = set()
+        for position, dim, symbol, more in self.executor.sizes_at:
+            node, name = self.executor.placeholders[position], self.context.symbols[symbol]
+            if dim is None or name in seen:
+                continue
+            seen.add(name)
+            rest = f" - {more}" if more > 0 else f" + {-more}" if more else ""
+            self.lines.append(f"{name} = {self.names[node]}.shape[{dim}]{rest}")
+        for guard in self.facts.guards:
+            if guard.free_symbols and guard.free_symbols <= set(self.context.symbols):
+                condition = self.context.printer.size(guard)
+                self.lines += [
+                    f"if not ({condition}):",
+                    f'        raise ValueError("printed for sizes with {condition}")',
+                ]
+
+    def _call_part(self, part: Part) -> None:
+        if part.part.outputs:
+            results = [self._value(n) for n in part.part.outputs]
+            arguments, head = self._part_arguments(part), f"{targets(results)} = {part.name}("
+            if len(head) <= WIDTH - 4:
+                self.lines += fold(4, head, arguments, ")")
+            else:
+                call = fold(4, f") = {part.name}(", arguments, ")")
+                self.lines += ["(", *pack(results, 8), *call]
+
+    def _part_arguments(self, part: Part) -> list[str]:
+        return [*(self._value(n) for n in part.values), *part.sizes]
+
+    def _ask_tests(self) -> None:
+        for test in self.tests():
+            arguments = [self._value(a) if isinstance(a, Node) else a for a in test.arguments]
+            self.lines += fold(4, f"{test.name} = bool(test_{test.name}(", arguments, ")[0])")
+            if test.fixed:
+                self.lines.append(f"if {'not ' if test.answer else ''}{test.name}:")
+                self.lines.append('        raise ValueError("printed for another kind of mask")')
+
+    # ---- forward
+
+    def _constants(self, segment: Any) -> str:
+        """The constants of a segment as items of a call: from a table where all are parameters."""
+        if segment.constants and all(n in self.facts.parameters for n in segment.constants):
+            table = f"SEGMENT_{segment.index}"
+            if not any(t.startswith(f"{table} =") for t in self.tables):
+                names = [f'"{self.keys[n]}"' for n in segment.constants]
+                tail = ",)" if len(names) == 1 else ")"
+                self.tables.append("\n".join(fold(0, f"{table} = (", names, tail)))
+            return f"*[parameters[n] for n in {table}]"
+        return ", ".join(self._value(n) for n in segment.constants)
+
+    def _arguments(self, segment: Any, code: SegmentCode) -> list[str]:
+        items = [*(self._value(n) for n in segment.rows)]
+        items += [c for c in [self._constants(segment)] if c]
+        items += [self._value(n) for n in self._whole_of(segment)]
+        seed = [f"seed + ({segment.index} << 32)"] if code.seeded else []
+        return [*items, *self.context.symbols.values(), *seed, *code.flags.values()]
+
+    def _function(self, sweeps: Sweeps, what: str) -> str:
+        """The sweep to call: where the data decides how far rows read, chosen by what it said."""
+        reaches = sweeps.code.reaches()
+        if len(reaches) == 1:
+            return sweeps.name(what, reaches[0])
+        tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
+        return f"({sweeps.name(what)} if {' and '.join(tests)} else {sweeps.name(what, True)})"
+
+    def _forward(self, segment: Any, runner: Any) -> None:
+        if not isinstance(runner, SegmentRunner):
+            part = self.parts[str(segment.index)]
+            if runner.random:
+                self.lines.append(f"random_state_{segment.index} = torch.get_rng_state()")
+            self._call_part(part)
+            return
+        sweeps = self.sweeps[segment.signature]
+        self._refuse_all_rows(segment, sweeps)
+        results = [self._value(n) for n in segment.outputs]
+        head = f"{targets(results)} = {self._function(sweeps, 'forward')}("
+        self.lines += fold(4, head, self._arguments(segment, sweeps.code), ")")
+
+    def _refuse_all_rows(self, segment: Any, sweeps: Sweeps) -> None:
+        tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
+        if tests and len(sweeps.code.reaches()) == 1:
+            self.lines.append(f"if not ({' and '.join(tests)}):")
+            words = f"a row attends to nothing: segment {segment.index} runs whole then, which is not printed"
+            self.lines.append(f'        raise NotImplementedError("{words}")')
+
+    def _one_sweep(self, segment: Any, runner: SegmentRunner) -> None:
+        """The head with its epilogue: loss and gradients come together."""
+        sweeps, part = self.sweeps[segment.signature], self.tail
+        rows = self._value(segment.outputs[0])
+        position = self.executor.one_sweep
+        assert position is not None
+        inner = ["rows" if n is segment.outputs[0] else self._value(n) for n in part.values] + part.sizes
+        self.lines += fold(4, "loss_of = lambda rows: epilogue(", inner, f")[{position} : {position + 1}]")
+        arguments = [*self._arguments(segment, sweeps.code), "loss_of"]
+        self.lines += fold(4, f"{rows}, *found = {sweeps.name('loss')}(", arguments, ")")
+        self._call_part(part)
+        self.lines += ["", "    gradients = {}"]
+        self._accumulate([*runner.diff_rows, *runner.diff_constants], segment)
+
+    # ---- backward
+
+    def _epilogue(self) -> None:
+        self.lines.append("")
+        self._call_part(self.tail)
+        self.lines += ["", "    gradients = {}"]
+        cotangents, inside = {}, set(self.executor.tail.outputs)
+        for k, node in enumerate([self.loss] if self.loss is not None else self.differentiated):
+            given = f"torch.ones_like({self._value(node)})" if self.loss is not None else f"cotangents[{k}]"
+            if node in inside:
+                cotangents[node] = given
+            else:
+                self.lines.append(f"accumulate(gradients, [{self._value(node)!r}], [{given}])")
+        if cotangents:
+            found = [cotangents.get(n, "None") for n in self.executor.tail.outputs]
+            self._pull_back(self.tail, "epilogue", found, None)
+
+    def _pull_back(self, part: Part, name: str, cotangents: list[str], random: str | None) -> None:
+        """Differentiate what runs whole, by autograd."""
+        wanted = [k for k, n in enumerate(part.values) if n in self.facts.needs_grad]
+        if not wanted:
+            return
+        items = [name, *listed(self._part_arguments(part)), str(wanted), *listed(cotangents)]
+        items += [random] if random else []
+        self.lines += fold(4, "found = differentiate(", items, ")")
+        self._accumulate([part.values[k] for k in wanted], None)
+
+    def _accumulate(self, nodes: list[Node], segment: Any) -> None:
+        names = [f'"{self.keys[n]}"' for n in nodes]
+        constants = [] if segment is None else segment.constants
+        ours = all(n in self.facts.parameters for n in constants)
+        if constants and ours and nodes[-len(constants) :] == constants:
+            names = [*names[: -len(constants)], f"*SEGMENT_{segment.index}"]
+        self.lines += fold(4, "accumulate(", ["gradients", *listed(names), "found"], ")")
+
+    def _backward(self, segment: Any, runner: Any) -> None:
+        wanted = [n for n in segment.outputs if n in self.trained and n in self.facts.needs_grad]
+        if not wanted:
+            return
+        self.lines.append("")
+        gradients = {n: f'gradients.pop("{self.keys[n]}", None)' for n in wanted}
+        if not isinstance(runner, SegmentRunner):
+            part = self.parts[str(segment.index)]
+            random = f"random_state_{segment.index}" if runner.random else None
+            cotangents = [gradients.get(n, "None") for n in segment.outputs]
+            self._pull_back(part, part.name, cotangents, random)
+            return
+        sweeps = self.sweeps[segment.signature]
+        if not (runner.diff_rows or runner.diff_constants):
+            return
+        cotangents = [gradients.get(n, "None") for n in runner.diff_outputs]
+        arguments = [*cotangents, *self._arguments(segment, sweeps.code)]
+        self.lines += fold(4, f"found = {self._function(sweeps, 'backward')}(", arguments, ")")
+        self._accumulate([*runner.diff_rows, *runner.diff_constants], segment)
+
+    def _finish(self) -> None:
+        lazy = set(self.executor.lazy)
+        results = [
+            "None" if k in lazy else self._value(n) if isinstance(n, Node) else repr(n)
+            for k, n in enumerate(self.executor.results)
+        ]
+        self.lines.append("")
+        for position in lazy:
+            self.lines.append(f"# output {position} (lazy) is computed when somebody reads it: not printed")
+        if self.loss is not None:
+            others = [r for r in results if r != self._value(self.loss)]
+            if others:
+                self.lines.append(remark(4, f"the model's other outputs: {', '.join(others)}"))
+            self.lines.append(f"return {self._value(self.loss)}, gradients")
+        else:
+            self.lines.append(f"return ({', '.join(results)},), gradients")
+
+
+def _numbers(indices: list[int]) -> str:
+    if len(indices) == 1:
+        return f"Segment {indices[0]}"
+    together = indices == list(range(indices[0], indices[-1] + 1))
+    listed = f"{indices[0]}-{indices[-1]}" if together else ", ".join(map(str, indices))
+    return f"Segments {listed}"
+
+
+def _reason(segment: Any) -> str:
+    return f": {segment.reason}" if segment.reason else ""

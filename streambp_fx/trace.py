@@ -1,0 +1,145 @@
+"""The program after each pass, and the difference between two."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .errors import CaptureError, UnknownPassError
+from .explain import _Explained, _prepared
+from .options import Options
+from .passes.capture import CapturedGraph
+from .passes.ir import Facts
+from .passes.log import masks_text, observed, program_text
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass that ran.
+
+    Attributes:
+        name: of the pass.
+        ops: in the program after it.
+        seconds: that it took. The masks are proved in the pass before them, so theirs are 0.
+        text: the program after it; of "masks", what was proved of them.
+    """
+
+    name: str
+    ops: int
+    seconds: float
+    text: str = field(repr=False)
+
+
+class Trace:
+    """What each pass made of a model's training step, in order.
+
+    Attributes:
+        passes: one record a pass that ran: name, ops in the program after it, seconds, text.
+        schedule: what came out.
+    """
+
+    def __init__(self, passes: tuple[PassRecord, ...], schedule: Schedule) -> None:
+        self.passes, self.schedule = passes, schedule
+
+    @property
+    def names(self) -> list[str]:
+        """What `after` takes: the passes that ran, and "lower" for the finished program."""
+        return [*(p.name for p in self.passes), "lower"]
+
+    def after(self, name: str) -> str:
+        """The program after a pass as text: an op a line, with shape, what was proved of it, and source line.
+
+        "masks" gives the predicates that were proved of the masks, and "lower" the finished program, which is
+        `schedule.code()`.
+
+        Raises:
+            UnknownPassError: there is no such pass.
+        """
+        for record in self.passes:
+            if record.name == name:
+                return record.text
+        if name != "lower":
+            raise UnknownPassError(_unknown(name, self.names))
+        return self.schedule.code()
+
+    def diff(self, before: str, after: str) -> str:
+        """Unified difference between the programs after two passes, "" if there is none.
+
+        Raises:
+            UnknownPassError: there is no such pass.
+        """
+        return diff(self.after(before), self.after(after), before, after)
+
+    def __str__(self) -> str:
+        lines = [f"{'pass':<12}{'ops':>6}{'seconds':>10}"]
+        lines += [f"{p.name:<12}{p.ops:>6}{p.seconds:>10.2f}" for p in self.passes]
+        return "\n".join(lines)
+
+
+def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto", **options: Any) -> Trace:
+    """The program of a training step after each pass. Nothing is run, and the model is left as it was.
+
+    Args:
+        model: a causal language model, transformed or not; its weights may be on the meta device.
+        batch: keyword arguments of its forward, labels among them.
+        chunk: rows of the sequence in a chunk of a layer, or "auto".
+        options: the other fields of `Options`.
+
+    Raises:
+        ValueError: an option is unknown or has a value that is not allowed.
+        CaptureError: the model's forward cannot be captured as one graph, or has nothing to stream.
+        CompileError: a pass failed.
+    """
+    parsed = Options.parse({"chunk": chunk, **options})
+    records: list[PassRecord] = []
+    found: list[Schedule] = []
+
+    def observe(name: str, result: CapturedGraph | Facts, seconds: float) -> None:
+        ops = sum(n.op == "call_function" for n in result.module.graph.nodes)
+        if name == "capture":
+            records.clear()  # a graph that was captured again
+        records.append(PassRecord(name, ops, seconds, program_text(result)))
+        if name == "footprints" and isinstance(result, Facts):
+            records.append(PassRecord("masks", ops, 0.0, masks_text(result)))
+
+    with _prepared(model, parsed, found), observed(observe), contextlib.suppress(_Explained):
+        model(**batch)
+    if not found:
+        raise CaptureError(f"the forward of {type(model).__name__} gave no graph to trace")
+    schedule = found[-1]
+    if schedule.facts.sequence is not None:
+        schedule.seq_len = schedule.facts.values[schedule.facts.sequence]
+    return Trace(tuple(records), schedule)
+
+
+def diff(before: str, after: str, before_name: str = "before", after_name: str = "after") -> str:
+    """Unified difference between two program texts, "" if they are equal.
+
+    Args:
+        before, after: the texts, of `Trace.after` or `Schedule.code`.
+        before_name, after_name: what the first two lines of the difference call them.
+
+    Raises:
+        TypeError: one of them is no text.
+    """
+    for text in (before, after):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"diff compares texts, as trace.after(name) gives them, not {type(text).__name__}"
+            )
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), before_name, after_name, lineterm=""
+    )
+    return "\n".join(lines)
+
+
+def _unknown(name: object, valid: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), valid, 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"no pass is called {name!r}; the passes are {', '.join(valid)}.{hint}"
