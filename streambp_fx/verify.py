@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,12 @@ from .transform import StreamedForward, restore, transform
 from .verification import GradientCheck, LossCheck, Verification
 
 # What sums taken in another order may change, relative to the norm. Models compute norms, softmax and the
-# loss in float32 whatever their weights are, so float64 weights alone do not give float64 gradients.
-RTOL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# loss in float32 whatever their weights are, so float64 weights alone do not give float64 gradients. In
+# bfloat16 a rounding turns a ReLU on or off: gradients of two right steps differ by several percent.
+RTOL = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}
+
+# Share of the norm of the whole gradient below which that of a parameter is no scale of its own.
+VANISHING = 1e-3
 
 
 def verify(
@@ -53,7 +57,7 @@ def verify(
         chunk: rows of a chunk of a layer, or "auto". None: that of a transformed model if it makes several
             chunks here, else a quarter of the sequence.
         rtol: relative tolerance of the loss and of each gradient in the L2 norm. None: 1e-4 for float32
-            weights, 1e-6 for float64, 5e-2 for bfloat16, 1e-2 for float16.
+            weights, 1e-6 for float64, 2e-2 for float16, 0.1 for bfloat16 (prefer float32 weights to verify).
         rows: rows r to try in every layer, from 0 to the sequence length - 2. None: the first, the last but
             one, those on both sides of a chunk border, and one at random; and in layers that are identical to
             an earlier one, one of these in turn.
@@ -76,8 +80,7 @@ def verify(
     parsed = _options(model, chunk, options, length)
     tolerance = _tolerance(model, rtol)
     tried = _rows(rows, length, parsed)
-    with left_as_it_was(model) as switched_off, torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", StreamBPWarning)  # what it says is in the result
+    with left_as_it_was(model) as switched_off, torch.enable_grad(), _own_warnings() as said:
         restore(transform(model))  # raises if it is no causal language model
         recorder = _Recorder(tried, everywhere=rows is not None)
         eager_loss, eager = _eager_step(model, batch)
@@ -86,7 +89,7 @@ def verify(
         loss, gradients = _streamed_step(model, batch, eager_loss, eager, tolerance, recorder, notes)
     probe = recorder.probe
     if probe is None:
-        notes.append("nothing is streamed: the graph runs as it is")
+        notes.append("nothing is streamed, so nothing is claimed" + "".join(f"; {text}" for text in said))
     return Verification(
         model=type(model).__name__,
         batch_size=batch_size,
@@ -102,6 +105,21 @@ def verify(
         segments=tuple(summarize(probe.facts, probe.probes)) if probe else (),
         notes=tuple(notes),
     )
+
+
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[list[str]]:
+    """Within: warnings about what runs unchunked are collected, as the result says it; others pass."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StreamBPWarning)
+        try:
+            yield said
+        finally:
+            said += [str(w.message) for w in caught if issubclass(w.category, StreamBPWarning)]
+    for other in caught:
+        if not issubclass(other.category, StreamBPWarning):
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
 
 
 # ---- what was asked for
@@ -292,7 +310,7 @@ class _Comparison:
     """Eager's gradients, each given up as soon as the streamed one has come.
 
     NOTE [gradients that vanish]: a gradient that is exactly 0 in theory (a bias of keys under softmax) is
-    noise in eager too. What counts as equal is `rtol` of its own norm or the rounding of the whole gradient.
+    noise in eager too. A difference is measured by no less than `VANISHING` of the norm of all gradients.
     """
 
     def __init__(self, eager: dict[str, Tensor], rtol: float) -> None:
@@ -316,22 +334,21 @@ class _Comparison:
 
     def _compare(self, name: str, parameter: Tensor) -> None:
         streamed, parameter.grad = parameter.grad, None
-        expected = self.eager.pop(name, None)
-        if streamed is None or expected is None:
-            self.found[name] = GradientCheck(name, 0.0, float("inf"), 0.0)
-            return
-        wide = torch.float32 if expected.dtype in (torch.float16, torch.bfloat16) else expected.dtype
-        norm, gap = _norm(expected), _norm(streamed.to(wide) - expected.to(wide))
-        self.found[name] = GradientCheck(name, norm, gap, self._allowed(norm, expected.dtype))
+        self._add(name, self.eager.pop(name, None), streamed)
 
-    def _allowed(self, norm: float, dtype: torch.dtype) -> float:
-        rounding = max(torch.finfo(dtype).eps, self.rtol / 1000)
-        return max(self.rtol * norm, rounding * self.total)
+    def _add(self, name: str, expected: Tensor | None, streamed: Tensor | None) -> None:
+        """No gradient counts as zero: eager has none where the streamed step may have zeros."""
+        given = [g for g in (expected, streamed) if g is not None]
+        half = any(g.dtype in (torch.float16, torch.bfloat16) for g in given)
+        wide = [g.float() if half else g for g in given]
+        gap = _norm(wide[0] - wide[1]) if len(wide) == 2 else sum(map(_norm, wide))
+        norm = 0.0 if expected is None else _norm(expected)
+        self.found[name] = GradientCheck(name, norm, gap, max(norm, VANISHING * self.total), self.rtol)
 
     def finish(self, model: nn.Module) -> list[GradientCheck]:
-        """All comparisons in the order of the parameters."""
+        """All comparisons in the order of the parameters; what is left of eager's has no counterpart."""
         for name, left in self.eager.items():
-            self.found[name] = GradientCheck(name, _norm(left), float("inf"), 0.0)
+            self._add(name, left, None)
         return [self.found[n] for n, _ in model.named_parameters() if n in self.found]
 
 

@@ -109,6 +109,7 @@ def test_demo_on_a_tiny_model(config):
     assert result.difference.relative < 1e-9
     assert len(result.losses) == 2 and result.losses[1] < result.losses[0]
     assert result.losses[0] == pytest.approx(result.checkpointing.losses[0], rel=1e-9)
+    assert text.getvalue().count("segments for 96 tokens, chunk 24, loss chunk 10") == 1
     for shown in ("Fine-tuning, streamed", "step 2 of 2", "Hugging Face checkpointing", "streamed, chunk 24"):
         assert shown in text.getvalue()
     assert "largest relative gradient difference" in text.getvalue()
@@ -128,7 +129,7 @@ def test_verify_prints_tables(capsys, config):
     shown = " ".join(capsys.readouterr().out.split())
     for words in (
         *("2 sequences of 67 tokens, chunk 16, loss chunk 8", "float64, random tokens", "weights are random"),
-        *("21 of 21 parameters agree within 1e-06", "gradient of", "0, 15, 16,", "all rows up to its own"),
+        *("21 of 21 parameters agree within 1e-06", "norm ", "0, 15, 16,", "all rows up to its own"),
         "confirmed: gradients agree",
     ):
         assert words in shown, words

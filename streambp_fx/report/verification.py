@@ -123,7 +123,7 @@ def _step_table(found: Verification) -> Table:
         table.add_row("loss", f"{eager:.6f}", f"{streamed:.6f}", f"{relative:.1e}")
     largest = sorted(found.gradients, key=lambda g: g.relative, reverse=True)
     for check in largest[:3]:
-        table.add_row(f"gradient of {check.parameter}", f"norm {check.norm:.2e}", "", f"{check.relative:.1e}")
+        table.add_row(check.parameter, f"norm {check.norm:.2e}", "", f"{check.relative:.1e}")
     return table
 
 

@@ -220,6 +220,7 @@ def test_a_gradient_on_one_side_only_is_a_difference() -> None:
     with comparison.of(model):
         model.bias.sum().backward()
     checks = comparison.finish(model)
+    assert [c.relative for c in checks] == pytest.approx([1.0, 2**0.5 / (1e-3 * 2)])
     assert [(c.parameter, c.ok) for c in checks] == [("weight", False), ("bias", False)]
     assert model.bias.grad is None
 
@@ -255,15 +256,18 @@ def state(model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("before", ["plain", "transformed", "evaluating", "failing"])
+@pytest.mark.parametrize("before", ["counting", "transformed", "compiled", "evaluating", "failing"])
 def test_the_model_is_left_as_it_was(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", attention_dropout=0.25)
     model.model.norm = Counting(model.model.norm)
     if before == "transformed":
         streambp_fx.transform(model, chunk=24, loss_chunk=LOSS_CHUNK)
+    if before == "compiled":
+        model.compile(backend="eager")
     if before == "failing":
         break_the_streamed_step(monkeypatch)
-    model.model.norm.register_forward_hook(count) if before != "transformed" else None
+    if before == "counting":
+        model.model.norm.register_forward_hook(count)
     model.model.layers[0].eval()
     model.train(before != "evaluating")
     stepped: list[str] = []
@@ -280,6 +284,8 @@ def test_the_model_is_left_as_it_was(before: str, monkeypatch: pytest.MonkeyPatc
         found = verify(model, batch)
         assert found.ok, str(found)
         assert found.chunk == (24 if before == "transformed" else 17)
+        assert bool(found.probes) is (before != "counting")
+        assert before != "counting" or ("nothing is streamed" in str(found) and "in place" in str(found))
         assert "attention_dropout = 0.25" in found.notes[0] and "dropout is off" in str(found)
     assert state(model) == known and not stepped
     assert torch.equal(first.grad, torch.ones_like(first))
