@@ -48,6 +48,7 @@ def analyze(
     example_inputs: Sequence[Any],
     lengths: Lengths | None = None,
     logits: str = "keep",
+    meta_as: torch.device | None = None,
 ) -> Facts:
     """Run the passes from capture to share on what Dynamo hands to a backend.
 
@@ -57,11 +58,12 @@ def analyze(
         lengths: which sizes of the inputs are the sequence length (`sequence.find_lengths`); None keeps
             every symbol apart, and there must be only one.
         logits: what becomes of wide outputs, see `outputs`.
+        meta_as: device on which tensors of the meta device are taken to be, see `capture`.
 
     Raises:
         PassError: a pass failed.
     """
-    captured: CapturedGraph = _run("capture", capture, module, example_inputs, lengths)
+    captured: CapturedGraph = _run("capture", capture, module, example_inputs, lengths, meta_as)
     captured = _run("autocast", autocast, captured)
     captured = _run("normalize", normalize, captured)
     facts: Facts = _run("axes", axes, captured)

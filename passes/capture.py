@@ -110,15 +110,18 @@ class SymbolTable:
         return self._symbols[symbol]
 
 
-def _fake_input(value: object, table: SymbolTable, mode: FakeTensorMode) -> object:
+def _fake_input(
+    value: object, table: SymbolTable, mode: FakeTensorMode, meta_as: torch.device | None
+) -> object:
     if isinstance(value, torch.SymInt):
         return table.translate(value)
     if not isinstance(value, torch.Tensor):
         return value
     shape = [table.translate(s) for s in value.shape]  # sizes get their symbols first
     stride = [table.translate(s) for s in value.stride()]
+    device = meta_as if meta_as is not None and value.is_meta else value.device
     with mode:
-        fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
         return fake.requires_grad_(value.requires_grad)
 
 
@@ -133,7 +136,10 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def capture(
-    module: torch.fx.GraphModule, example_inputs: Sequence[object], lengths: Lengths | None = None
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[object],
+    lengths: Lengths | None = None,
+    meta_as: torch.device | None = None,
 ) -> CapturedGraph:
     """Retrace a Dynamo graph to pre-dispatch ATen under a fake mode of its own.
 
@@ -145,18 +151,21 @@ def capture(
         module: what Dynamo hands to a backend.
         example_inputs: its inputs (real or fake tensors, ints, SymInts).
         lengths: which sizes are the sequence length; None keeps every symbol apart.
+        meta_as: device on which tensors of the meta device are taken to be, so that the graph has the ops of
+            that device; None leaves them on meta.
     """
     mode = new_fake_mode()
     assert mode.shape_env is not None
     table = SymbolTable(mode.shape_env, lengths)
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
-    inputs = [_fake_input(value, table, mode) for value in examples]
+    inputs = [_fake_input(value, table, mode, meta_as) for value in examples]
     floats = frozenset(n for n in nodes if float_symbol(n) is not None)
     with mode, fx_traceback.preserve_node_meta():
-        traced = make_fx(Retrace(module, floats).run, pre_dispatch=True, tracing_mode="real")(*inputs)
+        retrace = Retrace(module, floats, meta_as).run
+        traced = make_fx(retrace, pre_dispatch=True, tracing_mode="real")(*inputs)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
-        return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True))
+        return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True), meta_as)
     result = CapturedGraph(traced, autocast=is_autocast_on(traced))
     result.guards = [guard.expr for guard in mode.shape_env.guards]
     result.values = table.values()

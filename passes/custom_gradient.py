@@ -71,19 +71,33 @@ class Retrace(Interpreter):
     Args:
         module: the Dynamo graph.
         floats: placeholders of Python floats that come as tensors: the tensor stands for the number.
+        meta_as: device that takes the place of the meta device, or None.
     """
 
-    def __init__(self, module: GraphModule, floats: frozenset[Node] = frozenset()) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        floats: frozenset[Node] = frozenset(),
+        meta_as: torch.device | None = None,
+    ) -> None:
         super().__init__(module)
+        self.meta_as = meta_as
         self.items = {u for n in floats for u in n.users}
 
     def run_node(self, n: Node) -> Any:
         return self.env[n.args[0]] if n in self.items else super().run_node(n)
 
+    def fetch_args_kwargs_from_env(self, n: Node) -> tuple[tuple, dict]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if self.meta_as is None:
+            return args, kwargs
+        on_meta = lambda v: isinstance(v, torch.device) and v.type == "meta"  # noqa: E731
+        return pytree.tree_map(lambda v: self.meta_as if on_meta(v) else v, (args, kwargs))
+
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
-            return Retrace(args[0]).run(*args[1:])
+            return Retrace(args[0], meta_as=self.meta_as).run(*args[1:])
         if target is not torch._functorch.autograd_function.autograd_function_apply:
             return super().call_function(target, args, kwargs)
         if kwargs.get("dirty_idx"):

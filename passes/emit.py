@@ -6,6 +6,8 @@ One small function an op, registered with `@emit(op)`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -31,6 +33,23 @@ def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(aten.dropout.default)
 def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
     return run.dropout(run.operand(node.args[0], role), node.args[1])
+
+
+@emit(aten.linear.default)
+def linear(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """With a bias: the one product that PyTorch makes of it.
+
+    PyTorch's own way there asks a tensor for its sizes, which under `torch.func` become numbers: the program
+    would serve one chunk length only.
+    """
+    given = [*node.args, *node.kwargs.values()]
+    if len(given) < 3 or given[2] is None:
+        return run.call(node, role, None)
+    rows, weight, bias = (run.operand(n, role) for n in given)
+    if rows.dim() == 2 or weight.dim() != 2:
+        return aten.linear.default(rows, weight, bias)
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    return torch.addmm(bias, flat, weight.t()).reshape(*rows.shape[:-1], weight.shape[0])
 
 
 @emit(aten.matmul.default)

@@ -7,10 +7,11 @@ added by `addmm_`, without a temporary), so that no two gradients of one paramet
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -26,10 +27,12 @@ class Lowered:
     Attributes:
         run: function of the flat inputs; returns the outputs that are not accumulated.
         module: the graph it was generated from.
+        sizes: names of the size symbols of its values.
     """
 
     run: Callable[..., list[Any]]
     module: GraphModule
+    sizes: Mapping[sympy.Symbol, str] = field(default_factory=dict)
 
 
 def lower(

@@ -42,7 +42,7 @@ class Traced:
 
     module: GraphModule
     values: int
-    guards: Callable[[], list[Guard]]
+    guards: Guards
     fakes: list[Any]
     lowered: dict[str, Lowered] = field(default_factory=dict)
 
@@ -117,9 +117,16 @@ class SegmentPrograms:
         Args:
             args: inputs in slot order; only the numbers at their front are looked at.
         """
+        source = self._source(kind, extent)
+        traced = self.traced(source, plain, extent, args)
+        if kind not in traced.lowered:
+            traced.lowered[kind] = self._lower(kind, source, traced)
+        return traced.lowered[kind]
+
+    def traced(self, source: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Traced:
+        """The trace for these sizes, made if there is none yet."""
         others = args[len(SIZES) + 1 :][: len(self.symbols)]
         special = tuple(v if v in SPECIAL else None for v in others)
-        source = self._source(kind, extent)
         found = self.traces.setdefault((source, plain, extent.pattern, special), [])
         sizes = dict(zip((*SIZES, *map(str, self.symbols)), (*extent.sizes, *others), strict=True))
         traced = next((t for t in found if t.accepts(sizes)), None)
@@ -131,9 +138,7 @@ class SegmentPrograms:
             except Exception as error:
                 raise PassError("vjp", error) from error
             found.append(traced)
-        if kind not in traced.lowered:
-            traced.lowered[kind] = self._lower(kind, source, traced)
-        return traced.lowered[kind]
+        return traced
 
     def _source(self, kind: str, extent: Extent) -> str:
         """The trace that a kind is made of. See NOTE [one trace, several programs]."""
@@ -157,9 +162,11 @@ class SegmentPrograms:
         else:
             module = traced.module
         try:
-            return lower(module, len(slots.accumulators), names, self.body, traced.fakes[: len(names)])
+            lowered = lower(module, len(slots.accumulators), names, self.body, traced.fakes[: len(names)])
         except Exception as error:
             raise PassError("lower", error) from error
+        lowered.sizes = traced.guards.names
+        return lowered
 
     def slots(self, kind: str) -> Slots:
         segment = self.segment

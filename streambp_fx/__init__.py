@@ -12,6 +12,8 @@ check_versions()
 from .errors import (  # noqa: E402
     CaptureError,
     CompileError,
+    OutputError,
+    PlanError,
     StreamBPError,
     StreamBPWarning,
     UnknownPassError,
@@ -19,6 +21,7 @@ from .errors import (  # noqa: E402
 )
 from .explain import explain  # noqa: E402
 from .options import Options  # noqa: E402
+from .plan import Plan, plan  # noqa: E402
 from .schedule import Schedule  # noqa: E402
 from .trace import Trace, diff, trace  # noqa: E402
 from .transform import restore, schedule, transform  # noqa: E402
@@ -30,6 +33,9 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "Options",
+    "OutputError",
+    "Plan",
+    "PlanError",
     "Schedule",
     "StreamBPError",
     "StreamBPWarning",
@@ -39,6 +45,7 @@ __all__ = [
     "VerificationError",
     "diff",
     "explain",
+    "plan",
     "restore",
     "schedule",
     "trace",

@@ -62,6 +62,7 @@ def compile_graph(
     options: Options,
     report: Report | None = None,
     declared: Mapping[str, int] | None = None,
+    meta_as: torch.device | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
@@ -71,6 +72,8 @@ def compile_graph(
         options: how to stream.
         report: called with each schedule.
         declared: dims by input name that the caller has declared to be the sequence.
+        meta_as: device on which tensors of the meta device are taken to be, for a graph that only gets a
+            schedule; None leaves them on meta.
 
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
@@ -87,7 +90,7 @@ def compile_graph(
     if not lengths.sequence:
         _explain_unstreamed(module, lengths)
         return module
-    compiled = CompiledGraph(module, example_inputs, lengths, options, report)
+    compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as)
     return compiled if compiled.streamed else module
 
 
@@ -105,7 +108,9 @@ class CompiledGraph:
         lengths: Lengths,
         options: Options,
         report: Report | None = None,
+        meta_as: torch.device | None = None,
     ) -> None:
+        self.meta_as = meta_as
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         self.places = where_read(module, list(lengths.values))
         self.schedules: list[Schedule] = []
@@ -149,7 +154,7 @@ class CompiledGraph:
     def _streamed(self, lengths: Lengths) -> Executor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
-            facts = analyze(self.module, examples, lengths, self.options.logits)
+            facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
         except PassError as error:
             if isinstance(error.cause, MutationError) and error.cause.node is not None:
                 line = source_line(error.cause.node)

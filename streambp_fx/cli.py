@@ -135,6 +135,44 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if run_verify(options).ok else 1
 
 
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="does a training step fit: memory by cause, the chunk, the longest sequence",
+        description="Predict the memory of a streamed training step from its schedule, without weights and "
+        "without running it. With --memory: whether it fits, and the longest sequence that does.",
+    )
+    plan.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
+    )
+    plan.add_argument("--seq-len", type=_at_least(2), metavar="N", help="tokens of each sequence")
+    plan.add_argument("--memory", metavar="SIZE", help="of the device, for example 80GiB")
+    plan.add_argument(
+        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
+    )
+    plan.add_argument("--chunk", type=_at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
+    plan.add_argument("--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head")
+    plan.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    plan.add_argument("--lora-rank", type=_at_least(1), metavar="N", help="train LoRA adapters of this rank")
+    plan.add_argument(
+        "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.set_defaults(handler=_plan)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .plan import plan
+    from .report.planning import print_plan
+
+    sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
+    weights = {"dtype": args.dtype, "lora_rank": args.lora_rank, "optimizer": args.optimizer}
+    print_plan(plan(args.model, args.seq_len, args.memory, **sizes, **weights), args.json)
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = argparse.ArgumentParser(
@@ -145,6 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_verify(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -166,14 +205,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from .errors import StreamBPError, VerificationError
+        from .errors import PlanError, StreamBPError, VerificationError
         from .report.measure import MeasurementError, WorkerError
         from .report.models import ModelSourceError
 
         if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
             raise
         print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ModelSourceError, VerificationError)) else 1
+        return 2 if isinstance(error, (ModelSourceError, VerificationError, PlanError)) else 1
 
 
 if __name__ == "__main__":

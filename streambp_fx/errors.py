@@ -19,8 +19,16 @@ class VerificationError(StreamBPError):
     """A model or a batch that cannot be verified. The message says what is missing or in the way."""
 
 
+class PlanError(StreamBPError, ValueError):
+    """A plan that cannot be made: an unknown model, a unit that is none, a budget below one chunk."""
+
+
 class UnknownPassError(StreamBPError, ValueError):
     """A name that no pass has. The message lists the names there are, and the nearest one."""
+
+
+class OutputError(StreamBPError, ValueError):
+    """A page or a picture that cannot be written: no such folder, an unknown format, a package that is missing."""
 
 
 class StreamBPWarning(UserWarning):

@@ -67,6 +67,7 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
         transform(model)
         streamed = vars(model)["forward"]
         streamed.options = options
+        streamed._batches.add(0)  # a batch of two or more is a symbol from the first
         streamed._compiled = streamed._compile(functools.partial(_explain_graph, streamed, found))
         with torch.enable_grad():
             yield
@@ -81,7 +82,8 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
 def _explain_graph(
     owner: StreamedForward, found: list[Schedule], module: GraphModule, example_inputs: Sequence[Any]
 ) -> Any:
-    compile_graph(module, example_inputs, owner.options, found.append, owner.sequence_dims)
+    dims, cpu = owner.sequence_dims, torch.device("cpu")
+    compile_graph(module, example_inputs, owner.options, found.append, dims, meta_as=cpu)
 
     def leave(*inputs: Any) -> Any:
         raise _Explained

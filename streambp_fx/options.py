@@ -11,6 +11,8 @@ from typing import Any
 # size) is not rewritten too often.
 LOSS_CHUNK = 256
 AUTO_CHUNK = 2048
+# Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
+CHUNK_SIZES = (2048, 1024, 512)
 CHOICES = {"logits": ("drop", "lazy", "keep"), "body": ("eager", "inductor"), "on_error": ("raise", "eager")}
 
 

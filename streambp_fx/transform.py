@@ -140,10 +140,8 @@ class StreamedForward:
         return self._train(bound)
 
     def _train(self, inputs: dict[str, Any]) -> Any:
-        if "use_cache" in self.__signature__.parameters:
-            inputs.setdefault(
-                "use_cache", False
-            )  # as gradient checkpointing does: nobody reads it in training
+        if self._takes_cache():  # as gradient checkpointing does: nobody reads a cache in training
+            inputs.setdefault("use_cache", False)
         asked = [n for n in EXTRA_OUTPUTS if inputs.get(n)]
         if asked:
             warnings.warn(f"{', '.join(asked)}: this step runs unstreamed", StreamBPWarning, stacklevel=4)
@@ -156,6 +154,13 @@ class StreamedForward:
         if modes:
             return self._train_under(modes, inputs)
         return self._call(inputs)
+
+    def _takes_cache(self) -> bool:
+        """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache`."""
+        parameters = self.__signature__.parameters
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        configured = hasattr(getattr(self.model, "config", None), "use_cache")
+        return "use_cache" in parameters or (passes_on and configured)
 
     def _train_under(self, modes: list[Any], inputs: dict[str, Any]) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""

@@ -91,6 +91,20 @@ def _from_config(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
         return AutoModelForCausalLM.from_config(_without_dropout(config), dtype=dtype).train()
 
 
+def model_from_config(path: Path, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    """A causal LM with random weights (none, under `torch.device("meta")`) from a config.json file.
+
+    Raises:
+        ModelSourceError: there is no such file, or it is not the config of a causal LM.
+    """
+    if not path.is_file():
+        raise ModelSourceError(f"{path.parent if path.name == 'config.json' else path} holds no config.json")
+    try:
+        return _from_config(_read_config(path), dtype, seed)
+    except ValueError as error:
+        raise ModelSourceError(f"{path} is not a causal language model: {error}") from error
+
+
 def _load_smollm2(dtype: torch.dtype, seed: int, tokenizer: bool) -> LoadedModel:
     gguf = smollm2_gguf()
     try:

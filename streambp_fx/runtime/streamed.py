@@ -74,10 +74,14 @@ class SegmentRunner:
         return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
 
     def extents(self, step: Step, chunk: int) -> list[Extent]:
-        """The chunks of this segment. A window bounds how far back a chunk's columns begin."""
-        full = self.is_full(step)
+        """The chunks of this segment in a step."""
+        return self.extents_of(step.total, chunk, self.is_full(step))
+
+    def extents_of(self, tokens: int, chunk: int, full: bool | None = None) -> list[Extent]:
+        """The chunks for a sequence length. A window bounds how far back a chunk's columns begin."""
+        full = self.segment.reach is Reach.FULL if full is None else full
         result = []
-        total = step.total - self.segment.removed
+        total = tokens - self.segment.removed
         for start, rows in split_rows(total, chunk):
             low = 0 if self.segment.mixings else start
             if self.segment.window is not None and not full:

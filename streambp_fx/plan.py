@@ -1,0 +1,349 @@
+"""Does a training step fit: the longest sequence, the chunk, the memory by cause; nothing is run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from . import unstreamed
+from .cost import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, StepCost
+from .errors import PlanError
+from .explain import explain
+from .options import CHUNK_SIZES, Options
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
+OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LONGEST = 2**31
+# A sequence for the capture; what is found holds for all lengths.
+SAMPLE_TOKENS = 4096
+#: What memory is stored for the backward. There is one policy so far.
+POLICY = "store inputs"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step needs, in bytes, and what fits.
+
+    Attributes:
+        model: its name.
+        fits: the step at `seq_len` fits the budget; True without a budget.
+        seq_len: tokens of each sequence: as asked for, or the longest that fits.
+        max_seq_len: the longest sequence that fits, tokens; None without a budget.
+        batch_size: sequences.
+        chunk, loss_chunk: rows of a chunk.
+        policy: what is stored for the backward.
+        memory_bytes: the budget, or None.
+        weights_bytes, gradients_bytes, optimizer_bytes: held all the time.
+        activation_peak_bytes: peak over those, by the cost model of the schedule.
+        peak_bytes: all of it.
+        by_cause: the activations at their peak, by cause.
+        flops: floating-point operations of one step, products and attention only.
+        recompute_factor: those against the eager step's.
+        tokens_per_gib: how many tokens more each next GiB buys.
+        eager_seq_len, checkpointing_seq_len: the longest sequences that would fit unstreamed, without and
+            with gradient checkpointing; None without a budget.
+        peak_expression: activation bytes as an expression in T, chunk and loss_chunk.
+    """
+
+    model: str
+    fits: bool
+    seq_len: int
+    max_seq_len: int | None
+    batch_size: int
+    chunk: int
+    loss_chunk: int
+    policy: str
+    dtype: str
+    memory_bytes: int | None
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activation_peak_bytes: int
+    peak_bytes: int
+    by_cause: dict[str, int]
+    flops: int
+    recompute_factor: float
+    tokens_per_gib: int
+    eager_seq_len: int | None
+    checkpointing_seq_len: int | None
+    peak_expression: str = field(repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return asdict(self)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from "80GiB", "24 GB", "500MiB" or a plain number of bytes.
+
+    Raises:
+        PlanError: no number, or no unit of memory.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = (match.group(2) or "B").upper() if match else ""
+    if match is None or unit not in UNITS or float(match.group(1)) <= 0:
+        raise PlanError(f"{text!r} is no amount of memory: give a number with a unit, such as 80GiB or 24GB")
+    return int(float(match.group(1)) * UNITS[unit])
+
+
+def known_models() -> list[str]:
+    """Names of the models whose configs come with the package."""
+    folder = resources.files(__package__) / "configs"
+    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
+
+
+def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
+    """A causal language model without weights: everything but the values of its tensors.
+
+    Args:
+        source: a name of `known_models` (an organisation before a slash is ignored), a directory with
+            config.json, or a config file.
+        dtype: of the weights, one of `DTYPES`.
+        lora_rank: freeze the weights and put LoRA adapters of this rank on all linear layers (needs peft).
+
+    Raises:
+        PlanError: no such model, or not a causal language model, or peft is missing.
+    """
+    from .report.models import ModelSourceError, model_from_config
+
+    if dtype not in DTYPES:
+        raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    try:
+        with torch.device("meta"):
+            model = model_from_config(_config_file(str(source)), getattr(torch, dtype))
+    except ModelSourceError as error:
+        raise PlanError(str(error)) from error
+    return model if lora_rank is None else _with_adapters(model, lora_rank)
+
+
+def _config_file(source: str) -> Path:
+    path = Path(source).expanduser()
+    if path.exists():
+        return path / "config.json" if path.is_dir() else path
+    name = source.rsplit("/", 1)[-1].lower()
+    for known in known_models():
+        if known.lower() == name:
+            return Path(str(resources.files(__package__) / "configs" / f"{known}.json"))
+    raise PlanError(
+        f"model {source!r}: no such file or directory, and none of the models that are known by name "
+        f"({', '.join(known_models())})"
+    )
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise PlanError("LoRA needs the package peft: pip install peft") from error
+    if rank < 1:
+        raise PlanError(f"the rank of LoRA adapters must be at least 1, not {rank}")
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return get_peft_model(model, config).train()  # type: ignore[arg-type]
+
+
+class Planner:
+    """The cost of one model's step for all lengths and chunks; makes plans.
+
+    Args:
+        model: a causal language model; weights may be on meta.
+        batch_size: sequences in the batch.
+        loss_chunk: rows in a chunk of the loss head.
+    """
+
+    def __init__(self, model: nn.Module, batch_size: int = 1, loss_chunk: int | None = None) -> None:
+        self.batch_size = batch_size
+        self.loss_chunk = Options().loss_chunk if loss_chunk is None else loss_chunk
+        options: dict[str, Any] = {"chunk": SAMPLE_TOKENS // 4, "loss_chunk": self.loss_chunk}
+        schedule = explain(model, SAMPLE_TOKENS, batch_size, **options)
+        self.cost = StepCost(schedule.facts, schedule.options)
+        parameters = list({id(p): p for p in model.parameters()}.values())
+        self.weights = sum(p.numel() * p.element_size() for p in (*parameters, *model.buffers()))
+        self.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        self.dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
+
+    @cached_property
+    def expression(self) -> sympy.Expr:
+        """Peak activation bytes in T, chunk and loss_chunk, for this batch size."""
+        return self.cost.peak_expression(self.batch_size)
+
+    @cached_property
+    def _peak(self) -> Callable[[int, int, int], float]:
+        return sympy.lambdify((TOKENS, CHUNK, LOSS_CHUNK), self.expression, "math")
+
+    def activation_peak(self, seq_len: int, chunk: int) -> int:
+        """Peak bytes over weights, gradients and optimizer states."""
+        rows = min(chunk, seq_len)
+        return int(self._peak(seq_len, rows, min(self.loss_chunk, seq_len)))
+
+    def longest(self, budget: int, chunk: int) -> int:
+        """The longest sequence whose activations take at most `budget` bytes; 0 if none does."""
+        return _longest(lambda tokens: self.activation_peak(tokens, chunk), budget)
+
+    def longest_unstreamed(self, budget: int, checkpointing: bool) -> int:
+        """The same without streaming."""
+        expression = self.cost.for_batch(
+            unstreamed.peak_expression(self.cost, checkpointing), self.batch_size
+        )
+        return _longest(sympy.lambdify((TOKENS,), expression, "math"), budget)
+
+    def choose_chunk(self, budget: int | None, seq_len: int | None = None) -> int:
+        """Rows of a chunk: the largest of `CHUNK_SIZES` with which `seq_len` fits.
+
+        Without a length, the largest that costs no more than 2% of the longest sequence. If nothing fits,
+        the smallest, below which kernels lose time.
+        """
+        if budget is None:
+            return CHUNK_SIZES[0]
+        if seq_len is not None:
+            fitting = (c for c in CHUNK_SIZES if self.activation_peak(seq_len, c) <= budget)
+            return next(fitting, CHUNK_SIZES[-1])
+        lengths = {c: self.longest(budget, c) for c in CHUNK_SIZES}
+        return next(c for c in CHUNK_SIZES if lengths[c] >= 0.98 * max(lengths.values()))
+
+    def plan(
+        self,
+        name: str,
+        seq_len: int | None = None,
+        memory: str | int | None = None,
+        chunk: int | None = None,
+        optimizer: str = "none",
+    ) -> Plan:
+        """A plan for one length, or for the longest that fits; see `plan`."""
+        _check(seq_len, memory, optimizer)
+        states = OPTIMIZERS[optimizer] * self.gradients
+        resident = self.weights + self.gradients + states
+        budget = None if memory is None else parse_bytes(memory) - resident
+        rows = chunk or self.choose_chunk(budget, seq_len)
+        longest = None if budget is None else self.longest(budget, rows)
+        if longest is not None and longest < 2:
+            raise PlanError(self._too_small(parse_bytes(memory or 0), resident, rows))
+        tokens = seq_len if seq_len is not None else longest
+        assert tokens is not None
+        rows = min(rows, tokens)
+        sizes = self.cost.sizes(tokens, rows)
+        moments = self.cost.timeline(sizes)
+        peak = max(moments, key=lambda m: m.total)
+        flops = sum(m.flops for m in moments)
+        slope = self.activation_peak(2 * tokens, rows) - self.activation_peak(tokens, rows)
+        return Plan(
+            model=name,
+            fits=budget is None or peak.total <= budget,
+            seq_len=tokens,
+            max_seq_len=longest,
+            batch_size=self.batch_size,
+            chunk=rows,
+            loss_chunk=self.loss_chunk,
+            policy=POLICY,
+            dtype=self.dtype,
+            memory_bytes=None if memory is None else parse_bytes(memory),
+            weights_bytes=self.weights,
+            gradients_bytes=self.gradients,
+            optimizer_bytes=states,
+            activation_peak_bytes=peak.total,
+            peak_bytes=resident + peak.total,
+            by_cause={c: int(peak.bytes[c]) for c in CAUSES if c in peak.bytes},
+            flops=flops,
+            recompute_factor=round(flops / unstreamed.flops(self.cost, sizes), 4),
+            tokens_per_gib=int(2**30 * tokens / slope) if slope > 0 else 0,
+            eager_seq_len=None if budget is None else self.longest_unstreamed(budget, False),
+            checkpointing_seq_len=None if budget is None else self.longest_unstreamed(budget, True),
+            peak_expression=str(self.expression),
+        )
+
+    def _too_small(self, memory: int, resident: int, rows: int) -> str:
+        """What is wrong with a budget that not even one chunk fits, and the smallest that would do."""
+        least = self.activation_peak(2, min(rows, 2)) if rows < 2 else self.activation_peak(rows, rows)
+        if resident > memory:
+            largest = "weights" if self.weights >= self.gradients else "gradients"
+            what = f"weights, gradients and optimizer states alone take {_gib(resident)} (mostly {largest})"
+        else:
+            peak = self.cost.peak(self.cost.sizes(max(2, rows), rows))
+            what = (
+                f"one chunk takes {_gib(least)} more (mostly {max(peak.bytes, key=lambda c: peak.bytes[c])})"
+            )
+        return f"{_gib(memory)} is too little: {what}. The smallest that works is {_gib(resident + least)}."
+
+
+def plan(
+    model: nn.Module | str | Path,
+    seq_len: int | None = None,
+    memory: str | int | None = None,
+    *,
+    chunk: int | None = None,
+    loss_chunk: int | None = None,
+    batch_size: int = 1,
+    dtype: str = "bfloat16",
+    lora_rank: int | None = None,
+    optimizer: str = "none",
+) -> Plan:
+    """What a streamed training step needs, and whether it fits; nothing is run, no weight is allocated.
+
+    Args:
+        model: a causal language model (its weights may be on meta), or a source for `model_on_meta`.
+        seq_len: tokens of each sequence; None: the longest that fits `memory`.
+        memory: budget of the device in bytes or as text ("80GiB"); None: only say what is needed.
+        chunk: rows of a chunk; None: chosen.
+        loss_chunk: rows of a chunk of the loss head; None: the default of `transform`.
+        batch_size: sequences in the batch.
+        dtype: of the weights, for a model that is given by name.
+        lora_rank: train LoRA adapters of this rank, for a model that is given by name.
+        optimizer: one of `OPTIMIZERS`, whose states stay on the device.
+
+    Raises:
+        PlanError: the model is unknown, a size is not allowed, or not even one chunk fits.
+    """
+    for name, value in (
+        ("seq_len", seq_len),
+        ("chunk", chunk),
+        ("loss_chunk", loss_chunk),
+        ("batch_size", batch_size),
+    ):
+        least = 2 if name == "seq_len" else 1
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise PlanError(f"{name} must be an int of at least {least}, not {value!r}")
+    _check(seq_len, memory, optimizer)  # before the work
+    named = not isinstance(model, nn.Module)
+    built = model_on_meta(model, dtype, lora_rank) if named else model  # type: ignore[arg-type]
+    title = Path(str(model)).name if named else type(model).__name__
+    return Planner(built, batch_size, loss_chunk).plan(title, seq_len, memory, chunk, optimizer)  # type: ignore[arg-type]
+
+
+def _check(seq_len: int | None, memory: str | int | None, optimizer: str) -> None:
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    if seq_len is None and memory is None:
+        raise PlanError("give a sequence length, an amount of memory, or both")
+    if memory is not None:
+        parse_bytes(memory)
+
+
+def _longest(peak: Callable[[int], float], budget: int) -> int:
+    """The greatest length with `peak(length) <= budget`; peaks grow with the length."""
+    if peak(2) > budget:
+        return 0
+    low, high = 2, 4
+    while high < LONGEST and peak(high) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak(middle) <= budget else (low, middle)
+    return low
+
+
+def _gib(count: float) -> str:
+    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+    return f"{math.ceil(count / unit * 100) / 100:.2f} {name}"

@@ -1,0 +1,79 @@
+"""`streambp-fx plan`: a plan as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from ..plan import Plan
+
+GIB = 2**30
+
+# Longest sequences on one GPU of 80 GB in thousands of tokens: Luo, Li, Zhao, Li, "StreamBP: Memory-Efficient
+# Exact Backpropagation for Long Sequence Training of LLMs", NeurIPS 2025, arXiv 2506.03077, figure 1. The
+# largest model was trained with LoRA adapters.
+PUBLISHED = {"qwen3-8b": (4.7, 20, 110), "qwen3-14b": (1.7, 9, 40), "qwen3-32b": (0.44, 5.7, 16)}
+
+
+def print_plan(plan: Plan, as_json: bool = False, console: Console | None = None) -> None:
+    """Print a plan; as JSON: one object."""
+    if as_json:
+        print(json.dumps(plan.as_dict(), indent=2))
+        return
+    console = console or Console(highlight=False)
+    console.print(_memory(plan))
+    for line in _lines(plan):
+        console.print(line, markup=False, soft_wrap=True)
+    if plan.memory_bytes is not None:
+        console.print(_lengths(plan))
+
+
+def _memory(plan: Plan) -> Table:
+    title = f"{plan.model}, {plan.dtype}, {plan.batch_size} x {plan.seq_len:,} tokens, chunk {plan.chunk}"
+    table = Table(title=title)
+    table.add_column("memory for")
+    table.add_column("GiB", justify="right")
+    resident = {
+        "weights": plan.weights_bytes,
+        "gradients": plan.gradients_bytes,
+        "optimizer states": plan.optimizer_bytes,
+    }
+    for name, count in {**resident, **plan.by_cause}.items():
+        if count:
+            table.add_row(name, f"{count / GIB:,.2f}")
+    table.add_section()
+    table.add_row("peak", f"{plan.peak_bytes / GIB:,.2f}")
+    return table
+
+
+def _lines(plan: Plan) -> list[str]:
+    lines = []
+    if plan.memory_bytes is not None:
+        fits = "fits" if plan.fits else "does NOT fit"
+        lines.append(f"{plan.seq_len:,} tokens: {fits} in {plan.memory_bytes / GIB:,.1f} GiB.")
+        lines.append(
+            f"Longest sequence: {plan.max_seq_len:,} tokens; each further GiB buys {plan.tokens_per_gib:,}."
+        )
+    lines.append(
+        f"Work of a step: {plan.flops / 1e12:,.1f} TFLOP, {plan.recompute_factor:.2f} of a step that "
+        "recomputes nothing."
+    )
+    lines.append(f"Activations, in bytes: {plan.peak_expression}")
+    return lines
+
+
+def _lengths(plan: Plan) -> Table:
+    table = Table(title="longest sequence, tokens")
+    table.add_column("")
+    table.add_column("predicted", justify="right")
+    published = PUBLISHED.get(plan.model.lower())
+    if published is not None:
+        table.add_column("published, 80 GB", justify="right")
+    found = (plan.eager_seq_len, plan.checkpointing_seq_len, plan.max_seq_len)
+    for position, name in enumerate(("nothing recomputed", "gradient checkpointing", "streamed")):
+        tokens = found[position] or 0
+        row = [name, f"{tokens:,}" if tokens else "none"]
+        table.add_row(*row, *([f"{published[position]}k"] if published is not None else []))
+    return table

@@ -1,0 +1,72 @@
+"""What the same step needs unstreamed: eager, and with gradient checkpointing of each layer.
+
+Built from the graph that the schedule was made for: forward and VJP of each segment, run whole, as explicit
+graphs. What such a graph makes in its forward half and reads in its backward half is what autograd keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from .cost import Sizes, StepCost
+from .passes.cost import largest
+from .passes.ir import Segment
+
+
+@dataclass(frozen=True)
+class UnstreamedMoment:
+    """One point of an unstreamed step: the phase, the segment that runs, and all bytes held."""
+
+    phase: str
+    segment: int
+    total: Any
+
+
+def timeline(cost: StepCost, sizes: Sizes, checkpointing: bool) -> list[UnstreamedMoment]:
+    """The step without streaming, segment by segment; bytes over weights, gradients and inputs.
+
+    Args:
+        cost: cost of the streamed step of the same graph.
+        sizes: the sizes, as numbers or symbols.
+        checkpointing: segments that read along the sequence keep their inputs only and run again in the
+            backward, as Hugging Face's gradient checkpointing does with decoder layers.
+    """
+    segments = cost.facts.segments
+    kept = [_kept(cost, s, sizes, checkpointing) for s in segments]
+    moments = []
+    held: Any = 0
+    for segment, own in zip(segments, kept, strict=True):
+        moments.append(UnstreamedMoment("forward", segment.index, held + own))
+        held = held + own
+    for segment, own in zip(reversed(segments), reversed(kept), strict=True):
+        peak = _states(cost, segment, sizes) + cost.value(cost.joint_cost(segment).peak, sizes)
+        again = checkpointing and bool(segment.mixings)
+        moments.append(UnstreamedMoment("backward", segment.index, held + peak - (0 if again else own)))
+        held = held - own
+    return moments
+
+
+def peak_expression(cost: StepCost, checkpointing: bool) -> sympy.Expr:
+    """Peak bytes of the unstreamed step as an expression in T and the symbols of other sizes."""
+    return sympy.Max(*largest(sympy.sympify(m.total) for m in timeline(cost, cost.symbols, checkpointing)))
+
+
+def flops(cost: StepCost, sizes: Sizes) -> Any:
+    """Floating-point operations of the eager step: each forward and each VJP once."""
+    return sum(cost.value(cost.joint_cost(s).flops, sizes) for s in cost.facts.segments)
+
+
+def _kept(cost: StepCost, segment: Segment, sizes: Sizes, checkpointing: bool) -> Any:
+    """Bytes that a segment's forward leaves for its backward."""
+    if checkpointing and segment.mixings:
+        return sum(cost.bytes_of(n, sizes) for n in segment.rows if n.op != "placeholder")
+    kept = cost.joint_cost(segment).kept
+    return _states(cost, segment, sizes) + (0 if kept is None else cost.value(kept, sizes))
+
+
+def _states(cost: StepCost, segment: Segment, sizes: Sizes) -> Any:
+    """Keys and values, which are inputs of a streamed program and inner values of an eager one."""
+    return sum(cost.bytes_of(s, sizes) for s in cost.states_of(cost.executor.runners[segment.index]))
