@@ -210,6 +210,7 @@ def _floor_quotient(a: sympy.Expr, b: sympy.Expr, **_: Any) -> sympy.Expr:
 
 
 def _quotient(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """A quotient: floor division of integers by a positive constant is exact, others are a bias."""
     divisor = node.args[1]
     floor = node.target is aten.floor_divide.default or own(node, "rounding_mode") == "floor"
     exact = _floor_quotient if floor and isinstance(divisor, int) and divisor > 0 else None
@@ -217,6 +218,7 @@ def _quotient(elements: Elements, node: fx.Node, index: Index) -> Cases:
 
 
 def _remainder(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """The remainder of integers by a positive constant, through the floor of the quotient."""
     if not (isinstance(node.args[1], int) and node.args[1] > 0):
         return pointwise()(elements, node, index)
     return pointwise(lambda a, b: a - b * sympy.floor(a / b))(elements, node, index)
@@ -244,6 +246,7 @@ mask_rule(aten.remainder.Tensor, aten.remainder.Scalar)(_remainder)
 
 @mask_rule(aten.abs.default)
 def _absolute(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """The absolute value of an integer, by its sign."""
     cases = elements.cases(node.args[0], index)
     if tensor(node).dtype not in EXACT or any(number(leaf) is not None for _, leaf in cases):
         return pointwise(bias=True)(elements, node, index)
@@ -260,6 +263,8 @@ mask_rule(
 
 
 def _logical(combine: Callable) -> Callable:
+    """And, or, exclusive or, not: of truth values."""
+
     def element(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
         operands = [a for a in node.args if isinstance(a, fx.Node)]
         logical = "logical" in node.target._opname
@@ -289,11 +294,13 @@ mask_rule(aten.logical_not.default, aten.bitwise_not.default)(_logical(Not))
     *(aten.lift_fresh_copy.default, aten.lift_fresh.default),
 )
 def _same(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element of the operand."""
     return elements.at(node.args[0], index)
 
 
 @mask_rule(aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
 def _converted(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element in another dtype, where nothing is lost."""
     source, dtype = tensor(node.args[0]).dtype, tensor(node).dtype
     if source is dtype:
         return elements.at(node.args[0], index)
@@ -342,11 +349,13 @@ def _stored(node: fx.Node, leaf: Leaf) -> Leaf:
 
 @mask_rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def _where(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """One of two elements, by a condition."""
     return _choice(elements, node, index, *node.args)
 
 
 @mask_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """The element or a constant, by a condition."""
     source, condition, value = node.args
     return _choice(elements, node, index, condition, value, source)
 
@@ -364,6 +373,7 @@ def _band_block(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> to
 
 @mask_rule(aten.triu.default, aten.tril.default, build=_band_block)
 def _band(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """The element on one side of a diagonal, zero on the other."""
     diagonal = scalar_leaf(node, own(node, "diagonal"))
     distance = index[-1] - index[-2]
     kept = distance >= diagonal if node.target is aten.triu.default else distance <= diagonal
@@ -390,6 +400,7 @@ def _filled(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> torch.
 
 
 def _filled_element(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """A constant."""
     return ((sympy.true, _stored(node, scalar_leaf(node, _fill(node)))),)
 
 
@@ -400,6 +411,9 @@ mask_rule(
     build=_filled,
 )(_filled_element)
 mask_rule(aten.full_like.default, aten.ones_like.default, aten.zeros_like.default)(_filled_element)
-mask_rule(aten.scalar_tensor.default)(
-    lambda elements, node, index: ((sympy.true, _stored(node, scalar_leaf(node, node.args[0]))),)
-)
+
+
+@mask_rule(aten.scalar_tensor.default)
+def _scalar(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """A number."""
+    return ((sympy.true, _stored(node, scalar_leaf(node, node.args[0]))),)

@@ -57,6 +57,7 @@ def _reshaped(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> torc
     build=_reshaped,
 )
 def _view(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """Dims of size 1 come or go: the element at the other dims."""
     return elements.at(node.args[0], _dropped(node, index, sympy.S.Zero))
 
 
@@ -76,6 +77,7 @@ def _expanded(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> torc
 
 @mask_rule(aten.expand.default, build=_expanded)
 def _expand(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element that is repeated."""
     return elements.at(node.args[0], broadcast(node, node.args[0], index))
 
 
@@ -98,6 +100,7 @@ def _permuted(node: fx.Node, values: tuple) -> tuple:
     operands=lambda node, dims: [(node.args[0], _permuted(node, dims))],
 )
 def _permute(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element at the dims in their old order."""
     return elements.at(node.args[0], _permuted(node, index))
 
 
@@ -133,6 +136,7 @@ def _sliced(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> torch.
 
 @mask_rule(aten.slice.Tensor, operands=_slice_operands, build=_sliced)
 def _slice(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element so many places further on."""
     dim, start = own_dim(node), _start(node)
     return elements.at(node.args[0], (*index[:dim], index[dim] + start, *index[dim + 1 :]))
 
@@ -144,6 +148,7 @@ def _selected(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
 
 @mask_rule(aten.select.int, operands=_selected)
 def _select(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element at a fixed place of one more dim."""
     dim, position = own_dim(node), scalar_leaf(node, node.args[2])
     if not position.is_nonnegative:
         position = position + shape(node.args[0])[dim]
@@ -188,6 +193,7 @@ def _gather_operands(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
 
 @mask_rule(aten.index.Tensor, operands=_gather_operands)
 def _gather(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    """The element at a place that another tensor says: positions, or a table looked up by positions."""
     by_tensor, kept = _gathered(node, index)
     place: list[Any] = [None] * len(shape(node.args[0]))
     for dim, entry in kept:
@@ -204,6 +210,7 @@ def _gather(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
 
 @mask_rule(aten.arange.default, aten.arange.start, aten.arange.start_step, operands=_no_block)
 def _arange(elements: Elements, node: fx.Node, index: Index) -> Cases:
+    """The position itself: start + step * index."""
     start, step = own(node, "start", 0), own(node, "step", 1)
     if tensor(node).dtype not in EXACT:
         raise MaskNotUnderstood(node, "positions that are not integers")

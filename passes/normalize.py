@@ -131,6 +131,7 @@ class MutationError(Exception):
 
 @rewrite(aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
 def same_dtype(graph: Graph, node: Node) -> Node | None:
+    """A cast to the dtype that a value has is the value."""
     source, value = node.args[0].meta["val"], node.meta["val"]
     copies = node.kwargs.get("copy", False) or node.target is aten._to_copy.default
     same = source.dtype == value.dtype and source.device == value.device
@@ -139,17 +140,20 @@ def same_dtype(graph: Graph, node: Node) -> Node | None:
 
 @rewrite(aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 def alias(graph: Graph, node: Node) -> Node | None:
+    """Another name of a value is the value."""
     return node.args[0]
 
 
 @rewrite(aten.dropout.default, aten.alpha_dropout.default)
 def no_dropout(graph: Graph, node: Node) -> Node | None:
+    """Dropout that drops nothing is the value."""
     _, p, train = node.args
     return node.args[0] if p == 0.0 or not train else None
 
 
 @rewrite(aten.slice.Tensor)
 def full_slice(graph: Graph, node: Node) -> Node | None:
+    """A slice that takes everything is the value."""
     source, dim, start, end, step = (*node.args, None, None, None, None)[:5]
     size = node.args[0].meta["val"].shape[dim or 0]
     reaches = end is None or end == END
@@ -169,11 +173,13 @@ def cat_with_nothing(graph: Graph, node: Node) -> Node | None:
 
 @rewrite(aten.view.default, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
 def same_shape(graph: Graph, node: Node) -> Node | None:
+    """A view of the shape that a value has is the value."""
     return node.args[0] if shape_of(node) == shape_of(node.args[0]) else None
 
 
 @rewrite(aten.contiguous.default)
 def already_contiguous(graph: Graph, node: Node) -> Node | None:
+    """`contiguous` of a value that is contiguous is the value."""
     return None if node.kwargs else node if not _is_contiguous(node.args[0]) else node.args[0]
 
 

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 
 @rule(aten.linear.default)
 def linear(ctx: RuleContext, node: Node) -> Layout:
+    """The last dim is contracted with a weight: rows stay rows."""
     x, weight, *bias = node.args
     layout = ctx.layout(x)
     forbid(layout, [len(layout) - 1], "a linear layer contracts")
@@ -26,6 +27,7 @@ def linear(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.addmm.default)
 def addmm(ctx: RuleContext, node: Node) -> Layout:
+    """Rows times a matrix plus a bias: rows stay rows."""
     bias, x, weight = node.args[:3]
     for operand in (bias, weight):
         if ctx.facts.carries(operand):
@@ -37,11 +39,13 @@ def addmm(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
 def matmul(ctx: RuleContext, node: Node) -> Layout:
+    """Rows times a matrix, scores of rows against columns, or scores times the rows of the columns."""
     return product(ctx, node, node.args[0], node.args[1])
 
 
 @rule(aten.baddbmm.default)
 def baddbmm(ctx: RuleContext, node: Node) -> Layout:
+    """A batched product as `matmul`, plus an addend that has no gradient."""
     bias, left, right = node.args[:3]
     result = product(ctx, node, left, right)
     if isinstance(bias, Node) and ctx.facts.kind(bias) is Kind.STREAM:
@@ -103,6 +107,7 @@ def sdpa_arguments(node: Node) -> dict[str, Any]:
 
 @rule(aten.scaled_dot_product_attention.default)
 def attention(ctx: RuleContext, node: Node) -> Layout:
+    """Row i of the queries reads columns of keys and values, as far as the mask allows."""
     call = sdpa_arguments(node)
     query, key, value, mask = (call[k] for k in ("query", "key", "value", "attn_mask"))
     layouts = [ctx.layout(n) for n in (query, key, value)]

@@ -13,6 +13,7 @@ aten = torch.ops.aten
 
 @rule(aten.embedding.default)
 def embedding(ctx: RuleContext, node: Node) -> Layout:
+    """A table looked up by rows: the rows are those of the ids."""
     weight, ids = node.args[:2]
     if ctx.facts.carries(weight):
         raise NotSeparable("the table of a lookup carries the sequence")
@@ -21,6 +22,7 @@ def embedding(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.gather.default)
 def gather(ctx: RuleContext, node: Node) -> Layout:
+    """An element of each row, at an index that has the same rows."""
     source, dim, index = node.args[:3]
     layout, wanted = ctx.layout(source), ctx.layout(index)
     forbid(layout, [normalize_dim(dim, len(layout))], "a gather along")
@@ -34,6 +36,7 @@ def gather(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.index_select.default)
 def index_select(ctx: RuleContext, node: Node) -> Layout:
+    """Entries of a dim without the sequence: rows stay rows."""
     layout, dim = ctx.layout(node.args[0]), node.args[1]
     forbid(layout, [normalize_dim(dim, len(layout))], "an index along")
     if ctx.facts.carries(node.args[2]):

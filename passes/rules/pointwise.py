@@ -106,6 +106,7 @@ def elementwise_loss(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(*pointwise_ops())
 def pointwise(ctx: RuleContext, node: Node) -> Layout:
+    """Element by element: rows stay rows, and operands align from the right."""
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     if node.target in (aten.type_as.default, aten.to.other):
         inputs = inputs[:1]  # the second operand only lends its dtype

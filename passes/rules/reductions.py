@@ -27,6 +27,7 @@ def reduced_dims(node: Node, rank: int) -> list[int]:
     aten.norm.ScalarOpt_dim, aten.max.dim, aten.min.dim,
 )  # fmt: skip
 def reduce(ctx: RuleContext, node: Node) -> Layout:
+    """Over dims without the sequence, rows stay rows; a reduction over the sequence is refused."""
     layout = ctx.layout(node.args[0])
     if node.target in (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim):
         given = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
@@ -44,6 +45,7 @@ def reduce(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.sum.default, aten.mean.default)
 def reduce_all(ctx: RuleContext, node: Node) -> Layout:
+    """A sum or mean over everything, of a value that has no rows."""
     forbid(ctx.layout(node.args[0]), list(range(len(ctx.layout(node.args[0])))), "a reduction over")
     return ()
 
@@ -58,6 +60,7 @@ def softmax(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
 def layer_norm(ctx: RuleContext, node: Node) -> Layout:
+    """Over the last dims, each row by itself."""
     layout = ctx.layout(node.args[0])
     rank = len(node.args[1])
     forbid(layout, list(range(len(layout) - rank, len(layout))), "a normalisation over")
@@ -66,6 +69,7 @@ def layer_norm(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.cumsum.default, aten.cumprod.default, aten.sort.default, aten.argsort.default)
 def scan(ctx: RuleContext, node: Node) -> Layout:
+    """A running sum, product or sort along a dim without the sequence: rows stay rows."""
     layout = ctx.layout(node.args[0])
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
     forbid(layout, [normalize_dim(dim, len(layout))], "a scan along")
@@ -74,6 +78,7 @@ def scan(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.topk.default)
 def topk(ctx: RuleContext, node: Node) -> Layout:
+    """A selection along a dim without the sequence: each row selects by itself."""
     layout = ctx.layout(node.args[0])
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
     forbid(layout, [normalize_dim(dim, len(layout))], "a selection along")
@@ -82,6 +87,7 @@ def topk(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(operator.getitem)
 def getitem(ctx: RuleContext, node: Node) -> Layout:
+    """One of several results; they all have the layout of the op."""
     return ctx.layout(node.args[0])
 
 

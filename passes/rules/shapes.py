@@ -97,6 +97,7 @@ def _whole(quotient: sympy.Expr) -> bool:
 
 @rule(aten.transpose.int)
 def transpose(ctx: RuleContext, node: Node) -> Layout:
+    """The dim that carries the sequence moves with the two dims that change places."""
     source, first, second = node.args
     layout = list(ctx.layout(source))
     a, b = (normalize_dim(d, len(layout)) for d in (first, second))
@@ -106,12 +107,14 @@ def transpose(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.permute.default)
 def permute(ctx: RuleContext, node: Node) -> Layout:
+    """The dim that carries the sequence moves with the others."""
     layout = ctx.layout(node.args[0])
     return tuple(layout[normalize_dim(d, len(layout))] for d in node.args[1])
 
 
 @rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
 def transpose_last(ctx: RuleContext, node: Node) -> Layout:
+    """A transposed matrix: the dim that carries the sequence moves with it."""
     layout = ctx.layout(node.args[0])
     if node.target is aten.mT.default:
         return (*layout[:-2], layout[-1], layout[-2])
@@ -120,6 +123,7 @@ def transpose_last(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.unsqueeze.default)
 def unsqueeze(ctx: RuleContext, node: Node) -> Layout:
+    """A new dim of size 1 carries nothing; the others keep what they carry."""
     layout = list(ctx.layout(node.args[0]))
     layout.insert(normalize_dim(node.args[1], len(layout) + 1), None)
     return tuple(layout)
@@ -127,6 +131,7 @@ def unsqueeze(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 def squeeze(ctx: RuleContext, node: Node) -> Layout:
+    """Dims of size 1 go; the others keep what they carry."""
     source = node.args[0]
     layout, shape = ctx.layout(source), shape_of(source)
     given = node.args[1] if len(node.args) > 1 else range(len(shape))
@@ -137,6 +142,7 @@ def squeeze(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.expand.default, aten.broadcast_to.default, aten.expand_as.default)
 def expand(ctx: RuleContext, node: Node) -> Layout:
+    """Dims of size 1 are repeated; to repeat a value along the sequence is refused."""
     source = node.args[0]
     layout, before, after = ctx.layout(source), shape_of(source), shape_of(node)
     lead = len(after) - len(before)
@@ -149,6 +155,7 @@ def expand(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.slice.Tensor)
 def slice_(ctx: RuleContext, node: Node) -> Layout:
+    """Off the sequence, rows stay rows; a fixed number of rows may be cut from the sequence's ends."""
     source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
     layout = ctx.layout(source)
     dim = normalize_dim(dim, len(layout))
@@ -180,6 +187,7 @@ def _rows_of_a_table(ctx: RuleContext, node: Node, layout: Layout, dim: int) -> 
 
 @rule(aten.select.int)
 def select(ctx: RuleContext, node: Node) -> Layout:
+    """One entry of a dim without the sequence: rows stay rows."""
     layout = ctx.layout(node.args[0])
     dim = normalize_dim(node.args[1], len(layout))
     forbid(layout, [dim], "a selection on")
@@ -188,6 +196,7 @@ def select(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
 def split(ctx: RuleContext, node: Node) -> Layout:
+    """Parts of a dim without the sequence: rows stay rows."""
     layout = ctx.layout(node.args[0])
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     forbid(layout, [normalize_dim(dim, len(layout))], "a split of")
@@ -196,6 +205,7 @@ def split(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.unbind.int)
 def unbind(ctx: RuleContext, node: Node) -> Layout:
+    """The entries of a dim without the sequence, one by one: rows stay rows."""
     layout = ctx.layout(node.args[0])
     dim = normalize_dim(node.args[1] if len(node.args) > 1 else 0, len(layout))
     forbid(layout, [dim], "an unbind of")
@@ -204,6 +214,7 @@ def unbind(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.cat.default)
 def cat(ctx: RuleContext, node: Node) -> Layout:
+    """Joined along a dim without the sequence, of operands that agree on their rows."""
     parts = node.args[0]
     dim = node.args[1] if len(node.args) > 1 else 0
     layout = joined(ctx, parts)
@@ -213,6 +224,7 @@ def cat(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.stack.default)
 def stack(ctx: RuleContext, node: Node) -> Layout:
+    """Joined along a new dim, of operands that agree on their rows."""
     layout = list(joined(ctx, node.args[0]))
     layout.insert(normalize_dim(node.args[1] if len(node.args) > 1 else 0, len(layout) + 1), None)
     return tuple(layout)
@@ -235,6 +247,7 @@ def joined(ctx: RuleContext, parts: Any) -> Layout:
 
 @rule(aten.repeat_interleave.self_int)
 def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
+    """Repeated along a dim without the sequence (heads of grouped attention)."""
     layout = ctx.layout(node.args[0])
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
     if dim is None:
@@ -245,6 +258,7 @@ def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.repeat.default, aten.tile.default)
 def repeat(ctx: RuleContext, node: Node) -> Layout:
+    """Repeated along dims without the sequence."""
     layout, counts = ctx.layout(node.args[0]), node.args[1]
     lead = len(counts) - len(layout)
     result = (None,) * lead + layout
@@ -256,6 +270,7 @@ def repeat(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.pad.default, aten.constant_pad_nd.default)
 def pad(ctx: RuleContext, node: Node) -> Layout:
+    """Padded along dims without the sequence."""
     layout, amounts = ctx.layout(node.args[0]), node.args[1]
     touched = [len(layout) - 1 - k // 2 for k, amount in enumerate(amounts) if amount != 0]
     forbid(layout, touched, "padding of")
@@ -264,6 +279,7 @@ def pad(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.flip.default)
 def flip(ctx: RuleContext, node: Node) -> Layout:
+    """Reversed along dims without the sequence."""
     layout = ctx.layout(node.args[0])
     forbid(layout, [normalize_dim(d, len(layout)) for d in node.args[1]], "a flip of")
     return layout
@@ -271,6 +287,7 @@ def flip(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.roll.default)
 def roll(ctx: RuleContext, node: Node) -> Layout:
+    """Rotated along dims without the sequence."""
     layout = ctx.layout(node.args[0])
     dims = node.args[2] if len(node.args) > 2 else []
     if not dims:

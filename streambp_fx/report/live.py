@@ -1,0 +1,69 @@
+"""Live tensor bytes, counted op by op: the same on every platform and in every run, and blind to allocators.
+
+Kernels' own workspace is not seen. `measure` has the peak of a process, workspace and all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made and nobody has let go yet.
+
+    A view shares its storage and counts once. Storages that existed before are not counted:
+    `known` are those of the tensors given (parameters, the batch).
+
+    Attributes:
+        live: bytes at this moment.
+        peak: the most there were.
+        widest: elements of the largest single storage.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = self.peak = self.widest = 0
+        self._seen: set[int] = {t.untyped_storage()._cdata for t in known}
+
+    def _freed(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+    def _count(self, t: torch.Tensor) -> None:
+        storage = t.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self.widest = max(self.widest, size // t.element_size())
+        weakref.finalize(storage, self._freed, key, size).atexit = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor):
+                self._count(t)
+        return out
+
+
+def peak_live_bytes(step: Callable[[], object], known: Iterable[torch.Tensor] = ()) -> int:
+    """The most bytes of tensors that are alive at once while `step` runs.
+
+    What `step` compiles should be compiled before. A model that `torch.compile` runs cannot be measured so,
+    because Dynamo refuses to run under a meter; one that `transform` changed can.
+
+    Args:
+        step: for example a forward and backward. Gradients that it makes count as well.
+        known: tensors that do not count: the parameters, the batch.
+    """
+    with LiveBytes(known) as meter:
+        step()
+    return meter.peak

@@ -1,0 +1,58 @@
+"""The scripts of the guide run, and show what the guide says that they show."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+def test_fine_tune() -> None:
+    output = run("fine_tune.py")
+    assert losses(output)[-1] < 0.8 * losses(output)[0]
+    streamed, unstreamed = map(float, re.findall(r"([\d.]+) MiB", output))
+    assert streamed < unstreamed / 4
+    assert float(re.findall(r"gradient: (\S+)", output)[0]) < 1e-3
+
+
+def test_torch_compile() -> None:
+    output = run("torch_compile.py")
+    assert losses(output)[-1] < 0.95 * losses(output)[0]
+    assert "logits: LazyTensor (1, 100, 2048)" in output
+    assert re.search(r"generated: \[\d+(, \d+){3}\]", output)
+
+
+def test_own_objective() -> None:
+    output = run("own_objective.py")
+    assert abs(losses(output)[0] - 0.6931) < 1e-3, "before training both answers are as likely as before"
+    assert losses(output)[-1] < 0.3
+    assert "2 sweeps over the loss head" in output
+
+
+def test_inspect_schedule() -> None:
+    output = run("inspect_schedule.py")
+    assert "a window of 4096 rows" in output
+    assert "runs whole: a reduction over the sequence axis" in output
+    assert "StreamBPWarning: 1 of 4 segments run unchunked" in output
+
+
+def test_every_example_is_run_here() -> None:
+    tested = {name.removeprefix("test_") + ".py" for name in globals() if name.startswith("test_")}
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= tested
