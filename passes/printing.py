@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,7 +79,8 @@ class Printer:
     def size(self, value: int | torch.SymInt | sympy.Expr) -> str:
         """A size, such as `rows` or `2 * rows`."""
         expr = value if isinstance(value, sympy.Basic) else expression(value)
-        return PythonPrinter().doprint(expr.xreplace(self.symbols))
+        text = PythonPrinter().doprint(expr.xreplace(self.symbols))
+        return re.sub(r"(?<!\*)\*(?!\*)", " * ", text)
 
     def shape(self, value: Any) -> str:
         """`[2, rows, 64] float64`, or "" for what has no shape."""
@@ -142,7 +144,7 @@ def _is_idle(key: str, value: Any) -> bool:
 
 
 def _atom(text: str) -> str:
-    return text if text.replace("_", "").replace(".", "").isalnum() else f"({text})"
+    return text if re.fullmatch(r"[\w.]+(e-?\d+)?", text) else f"({text})"
 
 
 def function_name(target: Any) -> str:

@@ -115,11 +115,17 @@ class BodyPrinter:
         source = self._source(node)
         if source is None or node.meta.get("backward") or self.last.get(source) is not node:
             return op_name(node)
-        return self.model.of(source)
+        return self.model.of(source) if _rank(node) == _rank(source) else op_name(node)
 
     def _source(self, node: Node) -> Node | None:
         name = node.meta.get("origin", node.name if self.copied else None)
         return self.model.by_name.get(name) if node.op == "call_function" else None
+
+
+def _rank(node: Node) -> int:
+    """Number of dims: what is left of an op whose result nobody reads may be a mere view of its operand."""
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else -1
 
 
 def _located(graph: Graph) -> dict[Node, Node | None]:

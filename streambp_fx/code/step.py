@@ -171,7 +171,7 @@ class StepCode:
         """What the step takes."""
         code = "\n".join(self.lines)
         seeded = any(s.code.seeded for s in self.sweeps.values())
-        optional = [f"{n}=None" for n in ("buffers", "constants") if f'{n}["' in code]
+        optional = ["buffers=None", *(["constants=None"] if 'constants["' in code else [])]
         cotangents = [] if self.loss is not None else ["cotangents"]
         return [*self.given, "parameters", *cotangents, *optional, *(["seed=0"] if seeded else [])]
 

@@ -54,21 +54,18 @@ class Sweeps:
         removed = f" - {self.segment.removed}" if self.segment.removed else ""
         return [*lines, f"    total = T{removed}"]
 
-    def _make(self, name: str, node: Node, function: str, comment: str = "") -> list[str]:
+    def _make(self, name: str, node: Node, function: str) -> list[str]:
         like = [*self.code.rows, *self.code.constants][0]
         shape = "[" + ", ".join(self.size(s) for s in shape_of(node)) + "]"
         arguments = [shape, f"dtype={tensors_of(node)[0].dtype}", f"device={like}.device"]
-        return fold(4, f"{name} = torch.{function}(", arguments, ")", comment)
+        return fold(4, f"{name} = torch.{function}(", arguments, ")")
 
     def _states(self, gradients: bool = False) -> list[str]:
         names = self.code.state_gradients if gradients else self.code.states
-        function, comment = ("zeros", "") if gradients else ("empty", "kept while the segment runs")
-        states = self.code.programs.states.values()
-        return [
-            line
-            for name, s in zip(names, states, strict=True)
-            for line in self._make(name, s.node, function, comment)
-        ]
+        lines = [] if gradients or not names else ["    # the state: what later chunks read of this one"]
+        for name, state in zip(names, self.code.programs.states.values(), strict=True):
+            lines += self._make(name, state.node, "zeros" if gradients else "empty")
+        return lines
 
     def _loop(self, reverse: bool = False) -> str:
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
