@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from torch.fx import Node
 
-from ..passes.capture import path
+from ..passes.capture import IN_MODULE, path
 from ..passes.ir import Facts
 
 # `query = ...`, also with an annotation, but neither `a, b = ...` nor `a == b`.
@@ -51,6 +52,7 @@ class ModelNames:
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.facts = facts
         self._bases: dict[Node, str] = {}
+        self.paths = _paths(self.placeholders)
 
     def of(self, node: Node) -> str:
         """A name for a value, not unique."""
@@ -66,10 +68,23 @@ class ModelNames:
 
     def _find(self, node: Node) -> str:
         if node.op == "placeholder":
-            return "_".join([p for p in path(node).split(".") if not p.isdigit()][-2:])
+            return "_".join([p for p in self.paths[node].split(".") if not p.isdigit()][-2:])
         if node.op == "get_attr":
             return str(node.target)
         return from_source(node) or op_name(node)
+
+
+def _paths(placeholders: list[Node]) -> dict[Node, str]:
+    """Dotted names; where two models have a parameter of one name, the name of the model comes first."""
+    found = {n: path(n) for n in placeholders}
+    count = Counter(found.values())
+    scope = Scope()
+    for node, name in found.items():
+        before, *inside = IN_MODULE.split(node.meta.get("source", ""), maxsplit=1)
+        if inside and count[name] > 1:
+            root = re.findall(r"[A-Za-z_]\w*", before)[-1:]
+            found[node] = scope.new(".".join([*root, name]))
+    return found
 
 
 def from_source(node: Node) -> str | None:

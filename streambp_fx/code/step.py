@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..passes.capture import path
 from ..passes.extract import Subgraph
 from ..passes.ir import Kind, tensors_of
 from ..passes.printing import WIDTH, fold, listed, pack, remark
@@ -53,7 +52,7 @@ class StepCode:
 
     def _name_inputs(self) -> None:
         for node in self.executor.placeholders:
-            kind, name = self.context.model.kind(node), path(node)
+            kind, name = self.context.model.kind(node), self.context.model.paths[node]
             if kind == "input":
                 if self.facts.kinds[node] is Kind.SIZE:
                     continue

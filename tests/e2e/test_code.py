@@ -189,6 +189,26 @@ def test_a_part_of_a_model() -> None:
     assert_close_grads(gradients, want, 1e-12)
 
 
+def test_two_models_with_parameters_of_the_same_name() -> None:
+    """The names tell the models apart; the reference has no gradient."""
+    policy = build("llama", num_hidden_layers=1)
+    reference = build("llama", num_hidden_layers=1, seed=3).requires_grad_(False)
+
+    @torch.compile(backend="streambp", options=SMALL)
+    def objective(policy: nn.Module, reference: nn.Module, ids: Tensor) -> Tensor:
+        ours, theirs = (m(input_ids=ids, use_cache=False).logits for m in (policy, reference))
+        return (ours.log_softmax(-1) - theirs.log_softmax(-1)).square().mean()
+
+    want_loss = objective(policy, reference, tokens(2, 37))
+    want_loss.backward()
+    schedule = streambp_fx.schedule(policy)
+    assert schedule is not None
+    both = nn.ModuleDict({"policy": policy, "reference": reference})
+    loss, gradients = run(schedule.code(), both, {"ids": tokens(2, 37)})
+    assert_close_loss(loss, want_loss.detach(), 1e-12)
+    assert_close_grads(gradients, {f"policy.{n}": g for n, g in grads(policy).items()}, 1e-12)
+
+
 def test_what_cannot_be_printed_is_said() -> None:
     """A model's own autograd function is an object: the text says so and raises where it is called."""
 
