@@ -1,4 +1,4 @@
-# make demo | test | check | format | clean
+# make demo | test | check | format | docs | clean
 # On a fresh machine each of them first makes .venv and installs what is needed.
 
 PYTHON ?= python3
@@ -10,10 +10,11 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo
+DOCS_STAMP := $(VENV)/.installed-docs
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check format clean install
+.PHONY: demo test check format docs clean install
 
 install: $(STAMP)
 
@@ -41,6 +42,15 @@ check: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
+
+# A warning is an error. The examples are run, so that the pages show what they print.
+docs: $(DOCS_STAMP)
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/doctrees docs build/docs
+	@echo "built build/docs/index.html"
+
+$(DOCS_STAMP): $(DEMO_STAMP)
+	@$(PIP) install -e ".[docs]"
+	@touch $@
 
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix .

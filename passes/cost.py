@@ -231,6 +231,7 @@ def _attention_backward(node: Node) -> sympy.Expr:
 
 @flops(aten.scaled_dot_product_attention)
 def _composite_attention(node: Node) -> sympy.Expr:
+    """The same before a kernel is chosen."""
     query, key, value = node.args[:3]
     causal = bool(node.args[5]) if len(node.args) > 5 else bool(node.kwargs.get("is_causal"))
     return _pairs(query, key, causal) * 2 * (_shape(query)[3] + _shape(value)[3])
