@@ -27,7 +27,7 @@ def dot(schedule: Schedule) -> str:
     made = {n: f"segment_{s.index}" for s in facts.segments for n in s.outputs}
     lines = ['digraph "schedule" {', '  rankdir="TB";', '  node [shape="box", fontname="monospace"];']
     lines.append('  inputs [shape="plaintext"];')
-    for segment in facts.segments:
+    for segment in schedule.segments:
         lines.append(f"  segment_{segment.index} [{_box(segment)}];")
         lines += _edges(schedule, segment, made)
     output = next(n for n in facts.nodes if n.op == "output")
