@@ -51,6 +51,17 @@ def test_inspect_schedule() -> None:
     assert "a window of 4096 rows" in output
     assert "runs whole: a reduction over the sequence axis" in output
     assert "StreamBPWarning: 1 of 4 segments run unchunked" in output
+    check_explained(output.split("\n\n")[0].splitlines())
+
+
+def check_explained(schedule: list[str]) -> None:
+    """Every column and every line below the table has its paragraph in the page on schedules."""
+    page = (EXAMPLES.parent / "docs" / "reading_a_schedule.md").read_text()
+    below = [line for line in schedule[2:] if not re.match(r"  \d+(-\d+)? +(layer|rows|whole) ", line)]
+    assert len(below) >= 2
+    terms = [*schedule[1].split(), *(re.sub(r"^ *\d* *", "", line).split(":")[0] for line in below)]
+    missing = [term for term in terms if f"\n`{term}`\n: " not in page]
+    assert not missing, f"{missing}: not explained in docs/reading_a_schedule.md"
 
 
 def test_every_example_is_run_here() -> None:
