@@ -64,7 +64,7 @@ RESHAPES = {
     aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
 }  # fmt: skip
 EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
-ALIGNED = {*pointwise_ops(), *ELEMENTWISE_LOSSES, aten.cross_entropy_loss.default}
+ALIGNED = {*pointwise_ops(), *ELEMENTWISE_LOSSES}
 
 
 def find_states(facts: Facts, segment: Segment) -> list[State]:

@@ -52,6 +52,17 @@ def linear(run: Evaluation, node: Node, role: Role) -> Tensor:
     return torch.addmm(bias, flat, weight.t()).reshape(*rows.shape[:-1], weight.shape[0])
 
 
+@emit(aten.cross_entropy_loss.default)
+def cross_entropy(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Targets lie beside the rows; weights of classes do not."""
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    axes = {"input": None, "target": run.facts.layouts[node], "weight": (None,)}
+    values = {k: run.operand(v, role, axes[k]) if isinstance(v, Node) else v for k, v in given.items()}
+    weight, target = values.pop("weight", None), values.pop("target")
+    return aten.cross_entropy_loss.default(values.pop("input"), target, weight, *values.values())
+
+
 @emit(aten.matmul.default)
 def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
     """With grouped heads, the query heads of a group are rows of one product with the group's columns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import warnings
 import weakref
@@ -13,6 +14,8 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
+from .auto import Chooser
+from .cost import StepCost
 from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
 from .options import Options
@@ -165,6 +168,9 @@ class CompiledGraph:
         if facts.segments:
             executor = self._executor(facts)
             schedule.sweeps = executor.sweeps
+            if self.options.chunk == "auto" and any(s.mixings for s in facts.segments):
+                cost = functools.partial(StepCost, facts, self.options, executor)
+                executor.chooser = Chooser(cost, self.options, schedule.choose)
         self.schedules.append(schedule)
         if self.report is not None:
             self.report(schedule)

@@ -111,11 +111,12 @@ class StepCost:
     Args:
         facts: facts of the graph.
         options: how it is streamed.
+        executor: the compiled graph, if there is one: its programs need not be traced again.
     """
 
-    def __init__(self, facts: Facts, options: Options) -> None:
+    def __init__(self, facts: Facts, options: Options, executor: Executor | None = None) -> None:
         self.facts, self.options = facts, options
-        self.executor = Executor(facts, options)
+        self.executor = Executor(facts, options) if executor is None else executor
         self.plain = _unpadded(self.executor)
         self.first_use: dict[Node, int] = {}
         for segment in reversed(facts.segments):

@@ -28,7 +28,7 @@ class UnknownPassError(StreamBPError, ValueError):
 
 
 class OutputError(StreamBPError, ValueError):
-    """A page or a picture that cannot be written: no such folder, an unknown format, a package that is missing."""
+    """A page or a picture that cannot be written: no such folder, an unknown format, a missing package."""
 
 
 class StreamBPWarning(UserWarning):

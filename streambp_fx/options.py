@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +17,23 @@ CHUNK_SIZES = (2048, 1024, 512)
 CHOICES = {"logits": ("drop", "lazy", "keep"), "body": ("eager", "inductor"), "on_error": ("raise", "eager")}
 
 
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from "80GiB", "24 GB", "500MiB" or a plain number of bytes.
+
+    Raises:
+        ValueError: no number above zero, or no unit of memory.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = (match.group(2) or "B").upper() if match else ""
+    if isinstance(text, bool) or match is None or unit not in UNITS or float(match.group(1)) <= 0:
+        raise ValueError(f"{text!r} is no amount of memory: give a number with a unit, such as 80GiB or 24GB")
+    return int(float(match.group(1)) * UNITS[unit])
+
+
 @dataclass(frozen=True)
 class Options:
     """How a model is streamed.
@@ -23,6 +41,8 @@ class Options:
     Attributes:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
         loss_chunk: rows in a chunk of the loss head.
+        memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
+            what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
             (None; the default of `transform`), "lazy" (a tensor that is computed when somebody reads it; the
             default of `torch.compile`) or "keep".
@@ -34,6 +54,7 @@ class Options:
 
     chunk: int | str = "auto"
     loss_chunk: int = LOSS_CHUNK
+    memory: int | str | None = None
     logits: str = "drop"
     seq_dim: Mapping[str, int] | None = None
     body: str = "eager"
@@ -43,6 +64,8 @@ class Options:
         if self.chunk != "auto":
             _positive("chunk", self.chunk, ' or "auto"')
         _positive("loss_chunk", self.loss_chunk)
+        if self.memory is not None:
+            parse_bytes(self.memory)
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 values = ", ".join(f'"{v}"' for v in allowed)
@@ -50,8 +73,13 @@ class Options:
         _names_to_dims("seq_dim", self.seq_dim)
 
     @property
+    def memory_bytes(self) -> int | None:
+        """The budget in bytes."""
+        return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
     def rows(self) -> int:
-        """Rows of a chunk as a number."""
+        """Rows of a chunk as a number, where memory is plenty."""
         return AUTO_CHUNK if self.chunk == "auto" else int(self.chunk)
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -19,10 +18,8 @@ from . import unstreamed
 from .cost import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, StepCost
 from .errors import PlanError
 from .explain import explain
-from .options import CHUNK_SIZES, Options
+from .options import CHUNK_SIZES, Options, parse_bytes
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -84,19 +81,6 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
         return asdict(self)
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes from "80GiB", "24 GB", "500MiB" or a plain number of bytes.
-
-    Raises:
-        PlanError: no number, or no unit of memory.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = (match.group(2) or "B").upper() if match else ""
-    if match is None or unit not in UNITS or float(match.group(1)) <= 0:
-        raise PlanError(f"{text!r} is no amount of memory: give a number with a unit, such as 80GiB or 24GB")
-    return int(float(match.group(1)) * UNITS[unit])
 
 
 def known_models() -> list[str]:
@@ -229,7 +213,7 @@ class Planner:
         budget = None if memory is None else parse_bytes(memory) - resident
         rows = chunk or self.choose_chunk(budget, seq_len)
         longest = None if budget is None else self.longest(budget, rows)
-        if longest is not None and longest < 2:
+        if longest is not None and longest < min(rows, seq_len or rows):
             raise PlanError(self._too_small(parse_bytes(memory or 0), resident, rows))
         tokens = seq_len if seq_len is not None else longest
         assert tokens is not None
@@ -266,7 +250,7 @@ class Planner:
 
     def _too_small(self, memory: int, resident: int, rows: int) -> str:
         """What is wrong with a budget that not even one chunk fits, and the smallest that would do."""
-        least = self.activation_peak(2, min(rows, 2)) if rows < 2 else self.activation_peak(rows, rows)
+        least = self.activation_peak(rows, rows)
         if resident > memory:
             largest = "weights" if self.weights >= self.gradients else "gradients"
             what = f"weights, gradients and optimizer states alone take {_gib(resident)} (mostly {largest})"
@@ -328,7 +312,10 @@ def _check(seq_len: int | None, memory: str | int | None, optimizer: str) -> Non
     if seq_len is None and memory is None:
         raise PlanError("give a sequence length, an amount of memory, or both")
     if memory is not None:
-        parse_bytes(memory)
+        try:
+            parse_bytes(memory)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
 
 
 def _longest(peak: Callable[[int], float], budget: int) -> int:

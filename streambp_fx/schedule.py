@@ -6,20 +6,20 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from .cost import CAUSES, Moment, StepCost
+from .files import check_writable, write_whole
 from .options import Options
 from .passes.capture import source_line
 from .passes.chunk import find_states
-from .passes.ir import Facts, Reach, Segment
+from .passes.ir import Facts
 from .passes.segment import row_bytes
+from .segments import READS, ScheduledSegment
 
-READS = {
-    Reach.CONST: "nothing",
-    Reach.ROW: "its own row",
-    Reach.WINDOW: "a window of {window} rows",
-    Reach.CAUSAL: "all rows up to its own",
-    Reach.FULL: "all rows",
-}
+if TYPE_CHECKING:
+    from .memory import StepMemory
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Schedule:
         seq_len: tokens of a sequence, where the schedule was made for a certain length; else None.
         sweeps: over the loss head in a training step: 1 if its gradient comes with the loss, 2 if the loss
             must be known first, 0 if there is no loss.
+        chosen: the chunk of the options was chosen by the compiler.
         number: schedules are counted in the order in which they are made.
     """
 
@@ -40,11 +41,43 @@ class Schedule:
     seq_len: int | None = None
     sweeps: int = 0
     number: int = field(default_factory=itertools.count().__next__)
+    chosen: bool = False
+    _cost: StepCost | None = field(default=None, repr=False, compare=False)
+    _timeline: tuple | None = field(default=None, repr=False, compare=False)
     _code: str | None = field(default=None, repr=False, compare=False)
+    _memory: StepMemory | None = field(default=None, repr=False, compare=False)
+
+    def choose(self, rows: int) -> None:
+        """Note the rows of a chunk that were chosen for the last new length."""
+        self.options = dataclasses.replace(self.options, chunk=rows)
+        self.chosen = True
 
     @property
-    def segments(self) -> list[Segment]:
-        return self.facts.segments
+    def segments(self) -> list[ScheduledSegment]:
+        """The segments in the order in which they run."""
+        return [ScheduledSegment(self, s) for s in self.facts.segments]
+
+    # ---- cost
+
+    @property
+    def cost(self) -> StepCost:
+        """The cost model of the step. The first use traces the programs, which takes some seconds."""
+        if self._cost is None or self._cost.options != self.options:
+            self._cost = StepCost(self.facts, self.options)
+        return self._cost
+
+    def timeline(self) -> list[Moment]:
+        """Memory over one step, moment by moment, in bytes by cause; for the schedule's length.
+
+        Raises:
+            ValueError: the schedule has no length yet: see `for_length`.
+        """
+        if self.seq_len is None:
+            raise ValueError("the schedule is for no certain length: use schedule.for_length(tokens)")
+        key = (self.seq_len, self.options)
+        if self._timeline is None or self._timeline[0] != key:
+            self._timeline = (key, self.cost.timeline(self.cost.sizes(self.seq_len)))
+        return self._timeline[1]
 
     # ---- bytes
 
@@ -53,16 +86,16 @@ class Schedule:
         stored = dict.fromkeys(n for s in self.segments for n in s.rows)
         return sum(int(row_bytes(self.facts, n)) for n in stored)
 
-    def state_bytes_per_row(self, segment: Segment) -> int:
+    def state_bytes_per_row(self, segment: ScheduledSegment) -> int:
         """Bytes of the carried state of a segment, a row of the batch (keys and values, say).
 
         They are held while the segment runs; in backward their gradients as well.
         """
         if not segment.chunked or not segment.mixings:
             return 0
-        return sum(int(row_bytes(self.facts, s.node)) for s in find_states(self.facts, segment))
+        return sum(int(row_bytes(self.facts, s.node)) for s in find_states(self.facts, segment.segment))
 
-    def chunks(self, segment: Segment) -> int | None:
+    def chunks(self, segment: ScheduledSegment) -> int | None:
         """How many chunks a segment runs in, if the sequence length is known."""
         if self.seq_len is None or not segment.chunked or segment.kind == "whole":
             return None if self.seq_len is None else 1
@@ -72,7 +105,8 @@ class Schedule:
     def for_length(self, seq_len: int | None = None) -> Schedule:
         """The same schedule for a sequence length: by default that of the call that was captured."""
         known = self.facts.values.get(self.facts.sequence) if self.facts.sequence is not None else None
-        return dataclasses.replace(self, seq_len=seq_len or self.seq_len or known, _code=None)
+        length = seq_len or self.seq_len or known
+        return dataclasses.replace(self, seq_len=length, _code=None, _timeline=None)
 
     # ---- the program
 
@@ -107,6 +141,44 @@ class Schedule:
 
         return dot(self)
 
+    def to_html(self, path: str | Path, title: str | None = None) -> None:
+        """Write the schedule as one page of HTML that needs no network and no other file.
+
+        It shows the graph of segments with their programs, which rows of the input each value reads, the
+        memory of the step over time by cause, and what was not chunked.
+
+        Args:
+            path: the file; it is written whole or not at all.
+            title: what it is the schedule of, a model's name say.
+
+        Raises:
+            OutputError: the file cannot be written.
+            CompileError: a program cannot be traced.
+            ValueError: the graph has nothing that is streamed.
+        """
+        from .page import page
+
+        check_writable(path)
+        write_whole(path, page(self, title).encode())
+
+    def plot_memory(self, path: str | Path, title: str | None = None) -> None:
+        """Draw the memory of the step, eager, with gradient checkpointing and streamed.
+
+        The left panel is one step over time, the right one the peak against the sequence length. Needs
+        matplotlib: `pip install "streambp-fx[plot]"`.
+
+        Args:
+            path: a file that ends in .png, .svg or .pdf; it is written whole or not at all.
+            title: what it is the memory of, a model's name say.
+
+        Raises:
+            OutputError: matplotlib is missing, the format is unknown, or the file cannot be written.
+            ValueError: the graph has nothing that is streamed.
+        """
+        from .plots import plot_memory
+
+        plot_memory(self, path, title)
+
     # ---- text
 
     def __str__(self) -> str:
@@ -120,21 +192,37 @@ class Schedule:
             + self._total()
         )
         lines += self._loss()
+        if self.seq_len is not None and self.segments:
+            lines += self._cost_lines()
         return "\n".join(lines)
+
+    def _cost_lines(self) -> Iterator[str]:
+        """Peak by cause and work, by the cost model."""
+        from . import unstreamed
+
+        moments = self.timeline()
+        peak = max(moments, key=lambda m: m.total)
+        causes = ", ".join(f"{c} {_size(peak.bytes[c])}" for c in CAUSES if peak.bytes.get(c))
+        yield f"  peak of activations: {_size(peak.total)} in segment {peak.segment}, {peak.phase} ({causes})"
+        work = sum(m.flops for m in moments)
+        once = unstreamed.flops(self.cost, self.cost.sizes(self.seq_len or 0))
+        factor = f", {work / once:.2f} of a step that recomputes nothing" if once else ""
+        yield f"  work: {work / 1e12:,.2f} TFLOP{factor}"
 
     def _title(self) -> str:
         length = "" if self.seq_len is None else f" for {self.seq_len} tokens"
+        chunk = f"{self.options.rows}" + (" (chosen)" if self.chosen or self.options.chunk == "auto" else "")
         return (
-            f"Schedule of {len(self.segments)} segments{length}, chunk {self.options.chunk}, "
+            f"Schedule of {len(self.segments)} segments{length}, chunk {chunk}, "
             f"loss chunk {self.options.loss_chunk}"
         )
 
-    def _folded(self) -> Iterator[list[Segment]]:
+    def _folded(self) -> Iterator[list[ScheduledSegment]]:
         """Runs of identical segments."""
         for _, run in itertools.groupby(self.segments, key=lambda s: s.signature or str(s.index)):
             yield list(run)
 
-    def _lines(self, group: list[Segment]) -> Iterator[str]:
+    def _lines(self, group: list[ScheduledSegment]) -> Iterator[str]:
         segment, last = group[0], group[-1]
         numbers = f"{segment.index}" if last is segment else f"{segment.index}-{last.index}"
         stores = sum(int(row_bytes(self.facts, n)) for n in segment.rows)
@@ -150,7 +238,7 @@ class Schedule:
             where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""
             yield f"{'':<9}runs whole: {segment.reason}{where}"
 
-    def _masks(self, segment: Segment) -> str:
+    def _masks(self, segment: ScheduledSegment) -> str:
         masks = dict.fromkeys(m.mask for m in segment.mixings if m.mask is not None)
         described = "; ".join(str(self.facts.masks[m]) for m in masks if m in self.facts.masks)
         return f" ({described})" if described else ""

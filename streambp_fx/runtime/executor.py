@@ -43,6 +43,7 @@ class Executor:
         self.results = list(output.args[0])
         self.sizes_at = size_places(facts)
         self.guards = _tests(facts)
+        self.chooser: Callable[..., int] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options)
         self.whole_forms: dict[int, Subgraph] = {}
@@ -78,6 +79,9 @@ class Executor:
         sizes = self._sizes(inputs)
         self._whole_values(values, sizes)
         step = self._step(values, sizes)
+        if self.chooser is not None:
+            others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
+            step.chunk = self.chooser(step.total, others, inputs)
         last = len(self.facts.segments) - 1
         for index, (segment, runner) in enumerate(zip(self.facts.segments, self.runners, strict=True)):
             if self.one_sweep is not None and index == last and torch.is_grad_enabled():

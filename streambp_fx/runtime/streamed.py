@@ -29,6 +29,7 @@ class Step:
     full: frozenset[Node]
     seed: int
     owned: OwnedBuffers
+    chunk: int | None = None  # rows of a chunk, where they are chosen for the step
 
     def resolve(self, size: sympy.Expr) -> int:
         """A size as a number."""
@@ -75,7 +76,8 @@ class SegmentRunner:
 
     def extents(self, step: Step, chunk: int) -> list[Extent]:
         """The chunks of this segment in a step."""
-        return self.extents_of(step.total, chunk, self.is_full(step))
+        rows = step.chunk if step.chunk is not None and self.segment.mixings else chunk
+        return self.extents_of(step.total, rows, self.is_full(step))
 
     def extents_of(self, tokens: int, chunk: int, full: bool | None = None) -> list[Extent]:
         """The chunks for a sequence length. A window bounds how far back a chunk's columns begin."""

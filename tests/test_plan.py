@@ -1,0 +1,145 @@
+"""Plans: what fits, in which units, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import streambp_fx
+from streambp_fx import PlanError
+from streambp_fx.cli import main
+from streambp_fx.options import parse_bytes
+from streambp_fx.plan import Planner, known_models, model_on_meta
+
+SIZES = {"vocab_size": 900, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(**SIZES, **HEADS, max_position_embeddings=1 << 17).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def planner(folder: Path) -> Planner:
+    return Planner(model_on_meta(folder))
+
+
+def test_the_longest_sequence_fits_and_the_next_does_not(planner: Planner) -> None:
+    found = planner.plan("tiny", memory="64MiB", optimizer="adamw")
+    assert found.max_seq_len == found.seq_len and found.fits
+    budget = 64 * 2**20 - found.weights_bytes - found.gradients_bytes - found.optimizer_bytes
+    assert planner.activation_peak(found.seq_len, found.chunk) <= budget
+    assert planner.activation_peak(found.seq_len + 1, found.chunk) > budget
+    assert found.peak_bytes <= 64 * 2**20
+    assert (
+        found.optimizer_bytes
+        == 2 * found.gradients_bytes
+        == 2 * sum(p.numel() * 2 for p in model_on_meta_parameters(planner))
+    )
+    assert found.eager_seq_len < found.checkpointing_seq_len < found.max_seq_len  # type: ignore[operator]
+    assert not planner.plan("tiny", found.seq_len + 1000, "64MiB", optimizer="adamw").fits
+
+
+def model_on_meta_parameters(planner: Planner) -> list[torch.Tensor]:
+    facts = planner.cost.facts
+    return [n.meta["val"] for n in facts.parameters]
+
+
+def test_parts_add_up_and_more_memory_buys_what_it_says(planner: Planner) -> None:
+    found = planner.plan("tiny", memory="1GiB")
+    resident = found.weights_bytes + found.gradients_bytes + found.optimizer_bytes
+    assert found.peak_bytes == resident + found.activation_peak_bytes
+    assert sum(found.by_cause.values()) == found.activation_peak_bytes
+    more = planner.plan("tiny", memory="2GiB").seq_len - found.seq_len
+    assert more == pytest.approx(found.tokens_per_gib, rel=0.02)
+    assert 1 <= found.recompute_factor < 2
+
+
+def test_the_model_may_be_given_itself(folder: Path) -> None:
+    model = model_on_meta(folder)
+    found = streambp_fx.plan(model, seq_len=1000)
+    assert found.max_seq_len is None and found.fits and found.seq_len == 1000
+    assert not model.forward.__name__.startswith("stream"), "the model is left as it was"
+
+
+def test_adapters_have_gradients_and_the_rest_has_none(folder: Path) -> None:
+    pytest.importorskip("peft")
+    found = streambp_fx.plan(folder, seq_len=1000, lora_rank=4, optimizer="adamw")
+    assert 0 < found.gradients_bytes < found.weights_bytes / 4
+    assert found.optimizer_bytes == 2 * found.gradients_bytes
+
+
+def test_configs_by_name() -> None:
+    assert known_models() == ["Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-4B", "Qwen3-8B"]
+    # parameters as published: 8.19 and 8.03 thousand million
+    for name, count in (("Qwen/Qwen3-8B", 8_190_735_360), ("Llama-3.1-8B", 8_030_261_248)):
+        assert sum(p.numel() for p in model_on_meta(name).parameters()) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("80GiB", 80 * 2**30), ("24 GB", 24 * 10**9), ("1.5kib", 1536), (512, 512)]
+)
+def test_amounts_of_memory(text: Any, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["80Gigs", "GiB", "-3GB", "0GiB", "", True])
+def test_amounts_that_are_none(text: Any) -> None:
+    with pytest.raises(ValueError, match="no amount of memory"):
+        parse_bytes(text)
+    with pytest.raises(ValueError, match="no amount of memory"):
+        streambp_fx.Options(memory=text)
+
+
+def test_json_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", str(folder), "--seq-len", "3000", "--chunk", "512", "--dtype", "float32"]
+    assert main([*argv, "--memory", "20GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {
+        "fits", "seq_len", "max_seq_len", "chunk", "policy", "weights_bytes", "gradients_bytes", "flops",
+        "optimizer_bytes", "activation_peak_bytes", "peak_bytes", "by_cause", "recompute_factor",
+    }  # fmt: skip
+    assert wanted <= set(found)
+    assert found["fits"] and (found["seq_len"], found["chunk"]) == (3000, 512)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["Nobody-7B", "--memory", "8GiB"], ["Nobody-7B", "Qwen3-8B"]),
+        (["{folder}", "--memory", "8 apples"], ["8 apples", "GiB"]),
+        (["{folder}"], ["sequence length"]),
+        (["{folder}", "--memory", "8GiB", "--dtype", "int3"], ["int3", "bfloat16"]),
+        (["{folder}", "--memory", "8GiB", "--optimizer", "adam9"], ["adam9", "adamw"]),
+        (["{folder}", "--memory", "100KiB"], ["too little", "smallest that works"]),
+        (["{folder}", "--memory", "3MiB"], ["one chunk", "smallest that works"]),
+        (["{not_causal}", "--memory", "8GiB"], ["not"]),
+    ],
+)
+def test_bad_input(
+    argv: list[str], words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    given = [a.format(folder=folder, not_causal=tmp_path) for a in argv]
+    assert main(["plan", *given]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("streambp-fx plan: error: ")
+    assert all(w in captured.err for w in words), captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_bad_sizes_in_python(folder: Path) -> None:
+    for wrong in ({"seq_len": 1}, {"seq_len": 64, "chunk": 0}, {"seq_len": 64, "batch_size": True}):
+        with pytest.raises(PlanError, match="must be an int"):
+            streambp_fx.plan(folder, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="rank"):
+        pytest.importorskip("peft")
+        streambp_fx.plan(folder, 64, lora_rank=0)
