@@ -29,7 +29,7 @@ $(DEMO_STAMP): pyproject.toml
 	@touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	@$(PIP) install -e ".[dev,demo]"
+	@$(PIP) install -e ".[dev,demo,plot,pages]"
 	@touch $@
 
 demo: $(DEMO_STAMP)

@@ -173,6 +173,46 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_explain(commands: argparse._SubParsersAction) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="the schedule of a training step: as text, page, picture or program",
+        description="Show how the training step of a model is streamed, without weights and without running "
+        "it. Without --html, --plot, --code or --dot the schedule is printed.",
+    )
+    explain.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
+    )
+    explain.add_argument(
+        "--seq-len", type=_at_least(2), required=True, metavar="N", help="tokens of each sequence"
+    )
+    explain.add_argument(
+        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
+    )
+    explain.add_argument("--chunk", type=_at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
+    explain.add_argument(
+        "--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head"
+    )
+    explain.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    explain.add_argument("--html", metavar="FILE", help="write the schedule as a page that needs no network")
+    explain.add_argument("--plot", metavar="FILE", help="draw the memory of the step (.png, .svg or .pdf)")
+    explain.add_argument("--code", action="store_true", help="print the program")
+    explain.add_argument(
+        "--dot", action="store_true", help="print the graph of segments in Graphviz's language"
+    )
+    explain.set_defaults(handler=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from .report.explaining import ExplainOptions, run_explain
+
+    asked = {k: v for k, v in vars(args).items() if k not in ("command", "handler")}
+    run_explain(ExplainOptions(**asked))
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands."""
     parser = argparse.ArgumentParser(
@@ -184,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_verify(commands)
     _add_plan(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -205,14 +246,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from .errors import PlanError, StreamBPError, VerificationError
+        from .errors import OutputError, PlanError, StreamBPError, VerificationError
         from .report.measure import MeasurementError, WorkerError
         from .report.models import ModelSourceError
 
         if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
             raise
         print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ModelSourceError, VerificationError, PlanError)) else 1
+        return 2 if isinstance(error, (ModelSourceError, VerificationError, PlanError, OutputError)) else 1
 
 
 if __name__ == "__main__":
