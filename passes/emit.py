@@ -22,16 +22,19 @@ aten = torch.ops.aten
 
 @emit(*RESHAPES)
 def reshape(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """A view with the sizes of the chunk."""
     return run.operand(node.args[0], role).reshape(run.local_shape(node, role))
 
 
 @emit(*EXPANDS)
 def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Repeated to the sizes of the chunk."""
     return run.operand(node.args[0], role).expand(run.local_shape(node, role))
 
 
 @emit(aten.dropout.default)
 def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Dropout whose random numbers can be drawn again in the backward."""
     return run.dropout(run.operand(node.args[0], role), node.args[1])
 
 
@@ -78,6 +81,7 @@ def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
 
 @emit(aten.baddbmm.default)
 def baddbmm(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """The product of the chunk's rows with the columns so far, then the addend's rows."""
     bias, left, right = node.args[:3]
     addend = run.operand(bias, role, run.facts.layouts[node])
     right_role = Role.COLUMN if node in run.facts.mixings else role
