@@ -355,20 +355,21 @@ class StepCost:
             self._programs[key] = program_cost(module, names, values)
         return self._programs[key]
 
-    def joint_cost(self, segment: Segment) -> ProgramCost:
-        """Cost of a segment's forward and VJP over the whole sequence at once, as eager runs them."""
+    def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
+        """Cost of a segment's forward and VJP, or of its forward, over the whole sequence at once: eager."""
         runner = self.executor.runners[segment.index]
         if isinstance(runner, Subgraph):
-            return self.whole_cost(segment)
-        key = (id(runner.programs), "at once")
+            return self.whole_cost(segment, backward)
+        key = (id(runner.programs), "at once", backward)
         if key not in self._programs:
             programs = runner.programs
             extent = Extent(SAMPLE, 0, 0, SAMPLE, segment.reach.name == "FULL")
             plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
-            traced = programs.traced("joint", plain, extent, _numbers(self.facts, runner, extent))
+            kind = "joint" if backward else "forward"
+            traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
             names = _names(runner, traced.guards.names)
             names = {k: TOKENS if name is ROWS else name for k, name in names.items()}
-            self._programs[key] = program_cost(traced.module, names, traced.values)
+            self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
         return self._programs[key]
 
     # ---- sizes

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 
 from .cost import Sizes, StepCost
-from .passes.cost import largest
+from .passes.cost import ProgramCost, largest
 from .passes.ir import Segment
 
 
@@ -39,12 +39,15 @@ def timeline(cost: StepCost, sizes: Sizes, checkpointing: bool) -> list[Unstream
     moments = []
     held: Any = 0
     for segment, own in zip(segments, kept, strict=True):
-        moments.append(UnstreamedMoment("forward", segment.index, held + own))
+        running = own if _differentiated(cost, segment) else _running(cost, segment, sizes)
+        moments.append(UnstreamedMoment("forward", segment.index, held + running))
         held = held + own
     for segment, own in zip(reversed(segments), reversed(kept), strict=True):
-        peak = _states(cost, segment, sizes) + cost.value(cost.joint_cost(segment).peak, sizes)
+        if not _differentiated(cost, segment):
+            continue
+        running = _running(cost, segment, sizes)
         again = checkpointing and bool(segment.mixings)
-        moments.append(UnstreamedMoment("backward", segment.index, held + peak - (0 if again else own)))
+        moments.append(UnstreamedMoment("backward", segment.index, held + running - (0 if again else own)))
         held = held - own
     return moments
 
@@ -56,11 +59,29 @@ def peak_expression(cost: StepCost, checkpointing: bool) -> sympy.Expr:
 
 def flops(cost: StepCost, sizes: Sizes) -> Any:
     """Floating-point operations of the eager step: each forward and each VJP once."""
-    return sum(cost.value(cost.joint_cost(s).flops, sizes) for s in cost.facts.segments)
+    return sum(cost.value(_cost(cost, s).flops, sizes) for s in cost.facts.segments)
+
+
+def _differentiated(cost: StepCost, segment: Segment) -> bool:
+    """False for what runs without a gradient: a teacher, a reference model."""
+    return any(n in cost.facts.needs_grad for n in segment.outputs)
+
+
+def _cost(cost: StepCost, segment: Segment) -> ProgramCost:
+    """Forward and VJP of a segment at once, or the forward alone where there is no gradient."""
+    return cost.joint_cost(segment, backward=_differentiated(cost, segment))
+
+
+def _running(cost: StepCost, segment: Segment, sizes: Sizes) -> Any:
+    """Bytes that a segment makes while it runs: forward and VJP, or the forward alone."""
+    return _states(cost, segment, sizes) + cost.value(_cost(cost, segment).peak, sizes)
 
 
 def _kept(cost: StepCost, segment: Segment, sizes: Sizes, checkpointing: bool) -> Any:
-    """Bytes that a segment's forward leaves for its backward."""
+    """Bytes that a segment's forward leaves for its backward; without one, for that of others."""
+    if not _differentiated(cost, segment):
+        readers = [s for s in cost.facts.segments if _differentiated(cost, s)]
+        return sum(cost.bytes_of(n, sizes) for n in segment.outputs if any(n in s.rows for s in readers))
     if checkpointing and segment.mixings:
         return sum(cost.bytes_of(n, sizes) for n in segment.rows if n.op != "placeholder")
     kept = cost.joint_cost(segment).kept

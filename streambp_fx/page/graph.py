@@ -17,7 +17,7 @@ from ..schedule import Schedule
 from ..segments import READS, ScheduledSegment
 
 # Sizes of the drawing in CSS pixels: it is shown as large as it is, and fits a phone.
-WIDTH, BOX, GAP, LEFT, RIGHT = 340, 62, 34, 2, 252
+WIDTH, BOX, GAP, LEFT, RIGHT = 340, 62, 34, 34, 258
 MIDDLE = (LEFT + RIGHT) // 2
 INPUTS = -1
 
@@ -133,18 +133,16 @@ def _box(schedule: Schedule, k: int, group: Group) -> str:
 
 
 def _edge(source: int, target: int, count: float) -> str:
-    """An arrow to the next box, or an arc past the boxes between."""
+    """An arrow to the next box, or an arc on the left past the boxes between."""
     start, end = _top(source) + BOX if source != INPUTS else 18, _top(target)
     label = f"{readable(count)} a row" if count else ""
     if source == target - 1:
         return _arrow(MIDDLE, start, end - 4) + _word(label, MIDDLE + 8, (start + end) // 2 + 1, "small")
-    start, end = (start - 12 if source != INPUTS else 14), end + 10
-    x = RIGHT + min(18 + 10 * (target - source), 66)
-    title = (
-        f"<title>{'inputs' if source == INPUTS else f'box {source + 1}'} to box {target + 1}: {label}</title>"
-    )
+    side, end = LEFT - min(10 + 8 * (target - source), 44), end + 12
+    begin = f"M{LEFT} {start - 12}" if source != INPUTS else f"M{MIDDLE - 24} 8H{LEFT}"
     return (
-        f'<path class="edge arc" d="M{RIGHT} {start}C{x} {start} {x} {end} {RIGHT + 3} {end}">{title}</path>'
+        f'<path class="edge" d="{begin}C{side} {start} {side} {end} {LEFT - 6} {end}"/>'
+        f'<path class="head" d="M{LEFT} {end}l-8 -4v8z"/>{_word(label, LEFT, _top(target) - 6, "small")}'
     )
 
 

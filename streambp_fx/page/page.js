@@ -85,6 +85,9 @@
   canvas.addEventListener("pointermove", point);
   canvas.addEventListener("pointerdown", point);
   canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") hide(); });
+  document.addEventListener("pointerdown", (event) => {
+    if (!canvas.contains(event.target) && event.target !== slider) hide();
+  });
   slider.addEventListener("input", () => show(Number(slider.value)));
   slider.addEventListener("blur", hide);
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_models import build
+from e2e_models import build, plain
 
 import streambp_fx
 from streambp_fx import plots, unstreamed
@@ -91,6 +91,36 @@ def test_without_matplotlib(
     with pytest.raises(streambp_fx.OutputError, match=r'pip install "streambp-fx\[plot\]"'):
         schedule.plot_memory(tmp_path / "memory.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_teacher_without_gradient(tmp_path: Path) -> None:
+    """Of a step that ran: for its length. Eagerly the teacher leaves nothing, and is not differentiated."""
+    torch._dynamo.reset()
+    student, teacher = (build("llama", num_hidden_layers=1) for _ in range(2))
+    ids = plain(2, 61)["input_ids"]
+
+    @torch.compile(backend="streambp", options={"chunk": 16, "loss_chunk": 8})
+    def distill(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = teacher(input_ids=ids).logits
+        found = student(input_ids=ids).logits
+        rows = (torch.nn.functional.log_softmax(v, -1) for v in (found, wanted))
+        return torch.nn.functional.kl_div(*rows, log_target=True, reduction="batchmean")
+
+    distill(ids).backward()
+    schedule = streambp_fx.schedule(student)
+    memory = StepMemory.of(schedule)
+    assert memory.sizes.tokens == 61 and len(schedule.segments) == 5
+    for way in WAYS:
+        backward = {m.segment for m in getattr(memory, way) if m.phase == "backward"}
+        assert not backward & {0, 1} and 3 in backward, f"segments 0 and 1 are the teacher's ({way})"
+        assert {m.segment for m in getattr(memory, way) if m.phase == "forward"} == set(range(5))
+    schedule.to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>Schedule of a training step</h1>" in text and "61 tokens" in text
+    layers, head = (f">{readable(2 * 32 * size)} a row</text>" for size in (8, 4))
+    assert text.count(layers) == 2, "into the layer of each model"
+    assert text.count(head) == 2, "and to the head from both, in float32, past the boxes between"
 
 
 def test_a_graph_that_runs_unstreamed() -> None:
