@@ -1,4 +1,4 @@
-"""The command line: `streambp-fx demo` and `streambp-fx verify`."""
+"""The command line: `streambp-fx demo`, `verify`, `plan` and `explain`."""
 
 from __future__ import annotations
 

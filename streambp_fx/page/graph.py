@@ -110,7 +110,8 @@ def _top(k: int) -> int:
 def _box(schedule: Schedule, k: int, group: Group) -> str:
     segment, top = group.first, _top(k)
     chunks = schedule.chunks(segment)
-    how = "runs whole" if not segment.chunked or segment.kind == "whole" else f"{chunks} chunks"
+    how = f"{segment.kind}, " + ("runs whole" if not segment.chunked else f"{chunks} chunks")
+    how = "runs whole" if segment.kind == "whole" else how
     many = f" ({len(group.segments)} times)" if len(group.segments) > 1 else ""
     state = schedule.state_bytes_per_row(segment)
     loop = ""
@@ -127,7 +128,7 @@ def _box(schedule: Schedule, k: int, group: Group) -> str:
         f'<a href="#segment-{segment.index}"><rect class="box{whole}" x="{LEFT}" y="{top}" '
         f'width="{RIGHT - LEFT}" height="{BOX}" rx="6"/>'
         f'<text class="name" x="{LEFT + 10}" y="{top + 19}">{group.title}{many}</text>'
-        f'<text class="small" x="{LEFT + 10}" y="{top + 36}">{escape(segment.kind)}, {how}</text>'
+        f'<text class="small" x="{LEFT + 10}" y="{top + 36}">{escape(how)}</text>'
         f'<text class="small" x="{LEFT + 10}" y="{top + 52}">reads {escape(reads(segment))}</text></a>{loop}'
     )
 

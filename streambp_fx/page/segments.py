@@ -33,7 +33,8 @@ def _group(memory: StepMemory, group: Group, code: list[Function]) -> str:
         programs = "<p>Part of the step.</p>"
     same = " They are identical and share one set of programs." if len(group.segments) > 1 else ""
     dependences = dependences_html(memory.schedule.facts, segment.segment)
-    summary = f"{segment.kind}, {len(segment.nodes)} ops, reads {reads(segment)}"
+    ops = f"{len(segment.nodes)} op{'' if len(segment.nodes) == 1 else 's'}"
+    summary = f"{segment.kind}, {ops}, reads {reads(segment)}"
     return (
         f'<details class="segment" id="segment-{segment.index}" data-print><summary><b>{group.title}</b> '
         f'<span class="muted">{escape(summary)}</span></summary>'
