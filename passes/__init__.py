@@ -13,7 +13,8 @@
     objective    is the loss linear in its rows: one sweep over the head, or two
     chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`)
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
-    lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
+    lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place (`reuse`: dead
+                 operands written over)
 
 Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built. The
 last three run when a segment first meets a new kind of chunk, once for all identical segments; what they make

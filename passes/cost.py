@@ -100,6 +100,7 @@ class _Memory:
         self.nodes, self.sizes = list(graph.nodes), sizes
         self.storage: dict[Node, tuple[int, ...]] = {}
         self.bytes: dict[int, sympy.Expr] = {}
+        self.moved: dict[int, int] = {}
         self.made: dict[int, int] = {}
         self.last: dict[int, int] = {}
         for position, node in enumerate(self.nodes):
@@ -110,10 +111,13 @@ class _Memory:
 
     def _place(self, position: int, node: Node) -> None:
         values = tensors_of(node)
-        if not values and node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-            self.storage[node] = self.storage[node.args[0]]  # changed in place, made after the trace
+        if changes_in_place(node):
+            self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
+            # views of the result were traced as views of a tensor of its own
+            self.moved.update((storage_of(v), self.storage[node][0]) for v in values)
             return
-        self.storage[node] = tuple(_storage(v) for v in values)
+        keys = (storage_of(v) for v in values)
+        self.storage[node] = tuple(self.moved.get(k, k) for k in keys)
         for key, value in zip(self.storage[node], values, strict=True):
             if key not in self.made:
                 inside = node.op == "call_function"
@@ -148,7 +152,14 @@ class _Memory:
         return sum((self.bytes[k] for k in kept), sympy.S.Zero)
 
 
-def _storage(value: Tensor) -> int:
+def changes_in_place(node: Node) -> bool:
+    """True if an op writes over its first operand and returns it."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(node.args) and isinstance(node.args[0], Node)
+
+
+def storage_of(value: Tensor) -> int:
+    """Identity of the storage that a (fake) tensor lies in."""
     try:
         return value.untyped_storage()._cdata
     except NotImplementedError:  # the inner wrapper of a functorch level, whose storage cannot be asked for

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .normalize import is_impure
+from .reuse import reuse
 
 aten = torch.ops.aten
 
@@ -52,6 +53,8 @@ def lower(
     if accumulators:
         _accumulate(graph, accumulators)
     graph.eliminate_dead_code(is_impure_node=is_impure)
+    if body == "eager":  # Inductor plans its buffers itself
+        reuse(graph)
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
         node._rename(name)
         node.target = node.name

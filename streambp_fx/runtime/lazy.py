@@ -17,6 +17,11 @@ from torch.utils._pytree import tree_map_only
 from ..passes.extract import Subgraph
 from .whole import WholeSegment
 
+CHANGED = (
+    "these logits are computed when they are read, and the weights that they are made of have been changed "
+    "since the step (by an optimizer?). Read them before that, or keep them: "
+    'torch.compile(..., options={"logits": "keep"}).'
+)
 # What can be told without the value. Getters of attributes come as their `__get__`.
 KNOWN = {
     *(getattr(Tensor, n).__get__ for n in (
@@ -141,7 +146,11 @@ class LazyOutput(torch.autograd.Function):
         plain = tuple(v.detach() if isinstance(v, Tensor) else v for v in inputs)
         WholeSegment.remember(ctx, part.module, False, inputs)
 
+        versions = [v._version if isinstance(v, Tensor) else 0 for v in plain]
+
         def compute() -> Tensor:
+            if versions != [v._version if isinstance(v, Tensor) else 0 for v in plain]:
+                raise RuntimeError(CHANGED)
             with torch.no_grad():
                 return part.module(*plain)[0]
 

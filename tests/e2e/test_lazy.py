@@ -177,6 +177,15 @@ def test_a_hook_and_a_retained_gradient(pair: Pair) -> None:
     torch.testing.assert_close(got.logits.grad, expected)
 
 
+def test_after_the_weights_have_changed_they_are_an_error() -> None:
+    pair = Pair()
+    _, output = pair.outputs()
+    output.loss.backward()
+    torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"changed since.*\"keep\""):
+        output.logits.argmax(-1)
+
+
 def test_keep_stores_them() -> None:
     pair = Pair(logits="keep")
     want, got = pair.outputs()

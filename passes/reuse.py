@@ -1,0 +1,167 @@
+"""reuse: ops that may write over an operand that nobody reads afterwards do so.
+
+A chunk's body is a long row of elementwise ops. Each that makes a new tensor of the size of one that has just
+become free holds two where one would do, and asks the allocator for memory that must be touched first.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .cost import changes_in_place, storage_of
+from .ir import expression, tensors_of
+from .normalize import is_impure
+
+aten = torch.ops.aten
+COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
+# In-place overloads whose names cannot be derived.
+NAMED = {aten.pow.Tensor_Scalar: aten.pow_.Scalar}
+
+
+def reuse(graph: Graph) -> None:
+    """Turn ops into their in-place forms, where the result takes the place of an operand's last use.
+
+    NOTE [what may be written over]: a tensor that an op of this graph made, that fills its storage, and of
+    whose storage no value (no view, that is) is read later or returned. Storages are those of the fake
+    tensors that the program was traced with, so a view counts as one whatever op made it.
+    """
+    _gradients_of_log_softmax(graph)
+    lifetimes = Lifetimes(graph)
+    for node in list(graph.nodes):
+        target = _in_place(node)
+        if target is None:
+            continue
+        for args in _orders(node):
+            if isinstance(args[0], Node) and lifetimes.ends(args[0], node) and _fits(args[0], node):
+                lifetimes.take(args[0], node)
+                node.target, node.args = target, args
+                break
+
+
+class Lifetimes:
+    """For each storage of a graph: the op that made it and the last that reads it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.position = {n: k for k, n in enumerate(graph.nodes)}
+        self.storage: dict[Node, int] = {}
+        self.last: dict[int, int] = {}
+        self.inside: set[int] = set()
+        for node, k in self.position.items():
+            values = tensors_of(node)
+            if changes_in_place(node) and node.args[0] in self.storage:
+                self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
+            elif len(values) == 1:
+                self.storage[node] = storage_of(values[0])
+            key = self.storage.get(node)
+            if key is not None and key not in self.last:
+                self.last[key] = k
+                if node.op == "call_function" and not _shares(node):
+                    self.inside.add(key)
+            for operand in node.all_input_nodes:
+                if operand in self.storage:
+                    self.last[self.storage[operand]] = k
+
+    def ends(self, value: Node, reader: Node) -> bool:
+        """True if the value's memory was made here and `reader`, once, is the last to read it."""
+        key = self.storage.get(value)
+        if key is None or key not in self.inside or self.last[key] != self.position[reader]:
+            return False
+        return sum(self.storage.get(n) == key for n in _operands(reader)) == 1
+
+    def take(self, value: Node, result: Node) -> None:
+        """The result lies in the value's memory from now on."""
+        old, new = self.storage[value], self.storage[result]
+        for node, key in self.storage.items():
+            if key == new:
+                self.storage[node] = old
+        self.last[old] = self.last[new]
+
+
+def _operands(node: Node) -> list[Node]:
+    """Operands, as often as they are read."""
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def _shares(node: Node) -> bool:
+    """True if an op hands out memory of an operand."""
+    keys = {storage_of(v) for v in tensors_of(node)}
+    return any(storage_of(v) in keys for n in node.all_input_nodes for v in tensors_of(n))
+
+
+def _in_place(node: Node) -> torch._ops.OpOverload | None:
+    """The in-place form of an elementwise op, if it has one."""
+    op = node.target
+    if (
+        not isinstance(op, torch._ops.OpOverload)
+        or torch.Tag.pointwise not in op.tags
+        or op._schema.is_mutable
+    ):
+        return None
+    if op in NAMED:
+        return NAMED[op]
+    packet = getattr(aten, op._schema.name.split("::")[1] + "_", None)
+    return getattr(packet, op._overloadname, None) if op.namespace == "aten" and packet is not None else None
+
+
+def _orders(node: Node) -> list[tuple]:
+    """The arguments, with each operand in front that may stand there."""
+    swapped = node.target in COMMUTATIVE and not node.kwargs and len(node.args) == 2
+    return [node.args, (node.args[1], node.args[0])] if swapped else [node.args]
+
+
+def _fits(value: Node, result: Node) -> bool:
+    """True if the result has exactly the form of the value, and the value fills its storage."""
+    old, new = tensors_of(value), tensors_of(result)
+    if len(old) != 1 or len(new) != 1 or old[0].dtype != new[0].dtype or old[0].device != new[0].device:
+        return False
+    size = expression(old[0].untyped_storage().nbytes())
+    filled = sympy.expand(size - expression(old[0].numel()) * old[0].element_size()) == 0
+    return filled and _form(old[0]) == _form(new[0])
+
+
+def _form(value: Tensor) -> tuple:
+    return tuple(expression(s) for s in (*value.shape, *value.stride()))
+
+
+def _gradients_of_log_softmax(graph: Graph) -> None:
+    """One buffer instead of three for the gradient of a log-softmax of which single classes were picked.
+
+    With p the probabilities, t the class picked in a row and g the cotangent of its negative log-probability,
+    the gradient of the scores is g (p - 1 at t): the log-probabilities themselves are turned into it.
+    PyTorch's way makes the gradient of the pick (zero but for one class), and then that of the scores.
+    """
+    for node in list(graph.nodes):
+        picked = node.args[0] if node.target is aten._log_softmax_backward_data.default else None
+        if not isinstance(picked, Node) or picked.target is not aten.nll_loss_backward.default:
+            continue
+        gradient, logs, classes, weight, reduction, ignored, _ = picked.args
+        same = logs is node.args[1] and tensors_of(logs)[0].dim() == 2 and node.args[2] in (1, -1)
+        dtype = tensors_of(logs)[0].dtype
+        if not same or weight is not None or reduction != 0 or len(picked.users) > 1 or node.args[3] != dtype:
+            continue
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_insert(graph, node, logs, classes, gradient, ignored))
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+
+
+def _insert(graph: Graph, node: Node, logs: Node, classes: Node, gradient: Node, ignored: int) -> Node:
+    def call(op: torch._ops.OpOverload, *args: object) -> Node:
+        made = graph.call_function(op, args)
+        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+        with tensors_of(logs)[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+            made.meta = {**node.meta, "val": op(*values)}
+        return made
+
+    unused = call(aten.eq.Scalar, classes, ignored)
+    columns = call(aten.unsqueeze.default, call(aten.masked_fill.Scalar, classes, unused, 0), 1)
+    factor = call(aten.unsqueeze.default, call(aten.masked_fill.Scalar, gradient, unused, 0), 1)
+    scaled = call(aten.mul.Tensor, call(aten.exp.default, logs), factor)
+    result = call(aten.scatter_add.default, scaled, 1, columns, call(aten.neg.default, factor))
+    result.target = aten.scatter_add_.default
+    result.meta.pop("val")
+    return result
