@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 
 from .cost import changes_in_place, storage_of
 from .ir import expression, tensors_of
-from .normalize import is_impure
 
 aten = torch.ops.aten
 COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
@@ -28,8 +27,8 @@ def reuse(graph: Graph) -> None:
     whose storage no value (no view, that is) is read later or returned. Storages are those of the fake
     tensors that the program was traced with, so a view counts as one whatever op made it.
     """
-    _gradients_of_log_softmax(graph)
     lifetimes = Lifetimes(graph)
+    _gradients_of_log_softmax(graph, lifetimes)
     for node in list(graph.nodes):
         target = _in_place(node)
         if target is None:
@@ -128,40 +127,17 @@ def _form(value: Tensor) -> tuple:
     return tuple(expression(s) for s in (*value.shape, *value.stride()))
 
 
-def _gradients_of_log_softmax(graph: Graph) -> None:
-    """One buffer instead of three for the gradient of a log-softmax of which single classes were picked.
+def _gradients_of_log_softmax(graph: Graph, lifetimes: Lifetimes) -> None:
+    """Write the gradient of a log-softmax over the gradient that comes in, which is as wide.
 
-    With p the probabilities, t the class picked in a row and g the cotangent of its negative log-probability,
-    the gradient of the scores is g (p - 1 at t): the log-probabilities themselves are turned into it.
-    PyTorch's way makes the gradient of the pick (zero but for one class), and then that of the scores.
+    It is the same kernel with another place for its result, so the bits are the same. The kernel reads a row
+    whole before it writes it; that is known of the CPU's, and so it is done there alone.
     """
     for node in list(graph.nodes):
-        picked = node.args[0] if node.target is aten._log_softmax_backward_data.default else None
-        if not isinstance(picked, Node) or picked.target is not aten.nll_loss_backward.default:
+        if node.target is not aten._log_softmax_backward_data.default or node.kwargs:
             continue
-        gradient, logs, classes, weight, reduction, ignored, _ = picked.args
-        same = logs is node.args[1] and tensors_of(logs)[0].dim() == 2 and node.args[2] in (1, -1)
-        dtype = tensors_of(logs)[0].dtype
-        if not same or weight is not None or reduction != 0 or len(picked.users) > 1 or node.args[3] != dtype:
-            continue
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(_insert(graph, node, logs, classes, gradient, ignored))
-    graph.eliminate_dead_code(is_impure_node=is_impure)
-
-
-def _insert(graph: Graph, node: Node, logs: Node, classes: Node, gradient: Node, ignored: int) -> Node:
-    def call(op: torch._ops.OpOverload, *args: object) -> Node:
-        made = graph.call_function(op, args)
-        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-        with tensors_of(logs)[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-            made.meta = {**node.meta, "val": op(*values)}
-        return made
-
-    unused = call(aten.eq.Scalar, classes, ignored)
-    columns = call(aten.unsqueeze.default, call(aten.masked_fill.Scalar, classes, unused, 0), 1)
-    factor = call(aten.unsqueeze.default, call(aten.masked_fill.Scalar, gradient, unused, 0), 1)
-    scaled = call(aten.mul.Tensor, call(aten.exp.default, logs), factor)
-    result = call(aten.scatter_add.default, scaled, 1, columns, call(aten.neg.default, factor))
-    result.target = aten.scatter_add_.default
-    result.meta.pop("val")
-    return result
+        gradient = node.args[0]
+        on_cpu = all(v.device.type == "cpu" for v in tensors_of(node))
+        if on_cpu and lifetimes.ends(gradient, node) and _fits(gradient, node):
+            lifetimes.take(gradient, node)
+            node.target, node.kwargs = aten._log_softmax_backward_data.out, {"out": gradient}

@@ -8,13 +8,34 @@ is an expression in the sequence length, the batch size and the chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import sympy
 from torch.fx import Node
 
+from .ledger import (
+    BATCH,
+    BODIES,
+    CHUNK,
+    DATA,
+    HIDDEN,
+    LOSS,
+    LOSS_CHUNK,
+    LOW,
+    OUTPUTS,
+    PARAMETERS,
+    PREFIX,
+    ROWS,
+    STATE,
+    STATE_GRADIENTS,
+    STORED,
+    TOKENS,
+    TOTAL,
+    Ledger,
+    Moment,
+    Sizes,
+)
 from .options import Options
 from .passes.cost import ProgramCost, largest, program_cost
 from .passes.extract import Subgraph
@@ -25,84 +46,8 @@ from .passes.joint import joint_program
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
 
-STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
-BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
-HIDDEN, DATA, OUTPUTS = "hidden-state gradients", "positions and masks", "outputs"
-#: What memory is held for, in the order of pictures and tables.
-CAUSES = (STORED, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS)
-
-TOKENS, BATCH, CHUNK, LOSS_CHUNK, ROWS, PREFIX, LOW, TOTAL = (
-    sympy.Symbol(n, integer=True, positive=True)
-    for n in ("T", "B", "chunk", "loss_chunk", "rows", "prefix", "low", "total")
-)
 # Two chunks of this many rows stand for "a chunk with a prefix" when programs are traced for an expression.
 SAMPLE = 64
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One point of the step.
-
-    Attributes:
-        phase: "forward" or "backward".
-        segment: index of the segment that runs.
-        chunk: which of its chunks, from 0, or None between chunks.
-        program: kind of the program that runs ("forward", "states", "joint", "loss", "whole"), or None.
-        bytes: what is held, by cause, in bytes: the largest while the program runs.
-        flops: floating-point operations of the program.
-    """
-
-    phase: str
-    segment: int
-    chunk: int | None
-    program: str | None
-    bytes: Mapping[str, Any]
-    flops: Any = 0
-
-    @property
-    def total(self) -> Any:
-        return sum(self.bytes.values())
-
-
-@dataclass
-class Sizes:
-    """The sizes of a step as numbers, or as symbols.
-
-    Attributes:
-        tokens: sequence length.
-        chunk, loss_chunk: rows of a chunk.
-        others: values of other size symbols (the batch size) by symbol.
-    """
-
-    tokens: Any
-    chunk: Any
-    loss_chunk: Any
-    others: Mapping[sympy.Symbol, Any] = field(default_factory=dict)
-
-    @property
-    def symbolic(self) -> bool:
-        return isinstance(self.tokens, sympy.Expr)
-
-
-class Ledger:
-    """What is held now, by key and cause."""
-
-    def __init__(self) -> None:
-        self.held: dict[Any, tuple[str, Any]] = {}
-
-    def hold(self, key: Any, cause: str, size: Any) -> None:
-        self.held[key] = (cause, size)
-
-    def drop(self, *keys: Any) -> None:
-        for key in keys:
-            self.held.pop(key, None)
-
-    def bytes(self, *more: tuple[str, Any]) -> dict[str, Any]:
-        """Bytes by cause, with `more` of them for the moment."""
-        found: dict[str, Any] = {}
-        for cause, size in (*self.held.values(), *more):
-            found[cause] = found.get(cause, 0) + size
-        return found
 
 
 class StepCost:

@@ -11,7 +11,8 @@ from typing import Any
 import sympy
 
 from . import unstreamed
-from .cost import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes, StepCost
+from .cost import StepCost
+from .ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes
 from .schedule import Schedule
 from .unstreamed import UnstreamedMoment
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from . import unstreamed
-from .cost import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, StepCost
+from .cost import StepCost
 from .errors import PlanError
 from .explain import explain
+from .ledger import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
 from .options import CHUNK_SIZES, Options, parse_bytes
 
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .cost import CAUSES, Moment, StepCost
+from .cost import StepCost
 from .files import check_writable, write_whole
+from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.capture import source_line
 from .passes.chunk import find_states

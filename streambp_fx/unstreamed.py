@@ -11,7 +11,8 @@ from typing import Any
 
 import sympy
 
-from .cost import Sizes, StepCost
+from .cost import StepCost
+from .ledger import Sizes
 from .passes.cost import ProgramCost, largest
 from .passes.ir import Segment
 

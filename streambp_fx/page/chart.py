@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ..cost import CAUSES
+from ..ledger import CAUSES
 from ..memory import StepMemory, readable, thinned
 
 # The drawing is stretched to its place on the page; all words beside it are HTML.

@@ -13,7 +13,8 @@ from torch import nn
 
 import streambp_fx
 from streambp_fx import unstreamed
-from streambp_fx.cost import BATCH, CHUNK, LOSS_CHUNK, TOKENS, StepCost
+from streambp_fx.cost import StepCost
+from streambp_fx.ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS
 
 # Wide enough that activations, and not the few bytes of bookkeeping tensors, are what is measured.
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "max_position_embeddings": 2048}

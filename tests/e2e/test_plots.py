@@ -15,7 +15,7 @@ from e2e_models import build, plain
 import streambp_fx
 from streambp_fx import plots, unstreamed
 from streambp_fx.cli import main
-from streambp_fx.cost import TOKENS
+from streambp_fx.ledger import TOKENS
 from streambp_fx.memory import WAYS, StepMemory, readable
 
 TINY = {
