@@ -1,4 +1,4 @@
-# make demo | test | check | format | docs | clean
+# make demo | test | test-all | check | format | docs | clean
 # On a fresh machine each of them first makes .venv and installs what is needed.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test check format docs clean install
+.PHONY: demo test test-all check format docs clean install
 
 install: $(STAMP)
 
@@ -29,7 +29,7 @@ $(DEMO_STAMP): pyproject.toml
 	@touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	@$(PIP) install -e ".[dev,demo,plot,pages]"
+	@$(PIP) install -e ".[dev,demo,plot,pages,lora]"
 	@touch $@
 
 demo: $(DEMO_STAMP)
@@ -37,6 +37,9 @@ demo: $(DEMO_STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-all: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow" $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet .

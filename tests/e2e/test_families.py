@@ -104,7 +104,11 @@ def test_bfloat16(family: str) -> None:
     assert error <= 1.1 * eager_error, f"{error:.4e} against eager's {eager_error:.4e}"
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+# Most of them are for `make test-all`: they take minutes, and are made of ops that the others have too.
+SOME, MORE = OTHER_FAMILIES[::3], [f for k, f in enumerate(OTHER_FAMILIES) if k % 3]
+
+
+@pytest.mark.parametrize("family", [*SOME, *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)])
 def test_other_families(family: str) -> None:
     """Families nobody named: exact, whatever the schedule makes of them."""
     dtype = torch.float32 if family in FLOAT32_ONLY else torch.float64
