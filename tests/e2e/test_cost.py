@@ -15,6 +15,7 @@ import streambp_fx
 from streambp_fx import unstreamed
 from streambp_fx.cost import StepCost
 from streambp_fx.ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS
+from streambp_fx.options import CHUNK_SIZES
 
 # Wide enough that activations, and not the few bytes of bookkeeping tensors, are what is measured.
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "max_position_embeddings": 2048}
@@ -118,22 +119,19 @@ def test_segments_say_what_they_cost() -> None:
         found.for_length(512).__class__(found.facts, found.options).timeline()
 
 
-def test_chunk_is_chosen_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streambp_fx import auto
-
+def test_chunk_is_chosen_for_the_memory() -> None:
     model, _ = _model("llama")
-    chosen = []
-    for memory in ("1GiB", "12MB", "1MB"):
+    planned = streambp_fx.explain(model, 2048, loss_chunk=48)
+    peaks = {rows: planned.cost.peak(planned.cost.sizes(2048, rows)).total for rows in CHUNK_SIZES}
+    budgets = {2048: 2**30, 1024: (peaks[2048] + peaks[1024]) // 2, 512: 10**5}
+    for rows, memory in budgets.items():
         torch._dynamo.reset()
         streambp_fx.transform(model, memory=memory, loss_chunk=48)
         model(**plain(1, 2047)).loss.backward()
         found = streambp_fx.schedule(model)
-        assert found is not None and found.options.chunk in auto.CHUNK_SIZES and "(chosen)" in str(found)
-        chosen.append(found.options.chunk)
-        peak = found.cost.peak(found.cost.sizes(2048)).total
-        assert peak <= auto.SHARE * 2**30 or memory != "1GiB"
+        assert found is not None and found.options.chunk == rows, (rows, peaks)
+        assert f"chunk {rows} (chosen)" in str(found)
         streambp_fx.restore(model)
-    assert chosen[0] == 2048 and chosen[0] > chosen[1] >= chosen[2] == 512, chosen
 
 
 @pytest.mark.parametrize(("free", "rows"), [(None, 2048), (10**9, 2048), (250, 1024), (0, 512)])
