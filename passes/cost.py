@@ -63,7 +63,7 @@ def program_cost(module: GraphModule, sizes: Sizes, returned: int | None = None)
         peaks=largest(memory.live_after_each_op()),
         outputs=memory.bytes_of(_outputs(graph)),
         flops=_rename(sum((flops_of(n) for n in graph.nodes), sympy.S.Zero), sizes),
-        ops=Counter(_op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
+        ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
         kept=None if returned is None else memory.kept_after(_outputs(graph)[:returned]),
     )
 
@@ -176,7 +176,8 @@ def _outputs(graph: Graph) -> list[Node]:
     return [n for n in values if isinstance(n, Node)]
 
 
-def _op_name(node: Node) -> str:
+def op_name(node: Node) -> str:
+    """The name of an op without its namespace."""
     return str(node.target).removeprefix("aten.")
 
 

@@ -135,6 +135,26 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if run_verify(options).ok else 1
 
 
+def _add_step_without_weights(command: argparse.ArgumentParser, length_required: bool = False) -> None:
+    """Arguments of commands that look at a step which is not run."""
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
+    )
+    command.add_argument(
+        "--seq-len", type=_at_least(2), required=length_required, metavar="N", help="tokens of each sequence"
+    )
+    command.add_argument(
+        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
+    )
+    command.add_argument("--chunk", type=_at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
+    command.add_argument(
+        "--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head"
+    )
+    command.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+
+
 def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan = commands.add_parser(
         "plan",
@@ -142,19 +162,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         description="Predict the memory of a streamed training step from its schedule, without weights and "
         "without running it. With --memory: whether it fits, and the longest sequence that does.",
     )
-    plan.add_argument(
-        "model",
-        metavar="MODEL",
-        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
-    )
-    plan.add_argument("--seq-len", type=_at_least(2), metavar="N", help="tokens of each sequence")
+    _add_step_without_weights(plan)
     plan.add_argument("--memory", metavar="SIZE", help="of the device, for example 80GiB")
-    plan.add_argument(
-        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
-    )
-    plan.add_argument("--chunk", type=_at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
-    plan.add_argument("--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head")
-    plan.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
     plan.add_argument("--lora-rank", type=_at_least(1), metavar="N", help="train LoRA adapters of this rank")
     plan.add_argument(
         "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
@@ -180,22 +189,7 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
         description="Show how the training step of a model is streamed, without weights and without running "
         "it. Without --html, --plot, --code or --dot the schedule is printed.",
     )
-    explain.add_argument(
-        "model",
-        metavar="MODEL",
-        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
-    )
-    explain.add_argument(
-        "--seq-len", type=_at_least(2), required=True, metavar="N", help="tokens of each sequence"
-    )
-    explain.add_argument(
-        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
-    )
-    explain.add_argument("--chunk", type=_at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
-    explain.add_argument(
-        "--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head"
-    )
-    explain.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    _add_step_without_weights(explain, length_required=True)
     explain.add_argument("--html", metavar="FILE", help="write the schedule as a page that needs no network")
     explain.add_argument("--plot", metavar="FILE", help="draw the memory of the step (.png, .svg or .pdf)")
     explain.add_argument("--code", action="store_true", help="print the program")

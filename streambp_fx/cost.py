@@ -143,7 +143,7 @@ class StepCost:
         rows = segment.outputs[0]
         ledger.hold(("value", rows), LOSS, self.bytes_of(rows, sizes))
         ledger.hold("coefficients", LOSS, self.bytes_of(rows, sizes))
-        self._hold_gradients(ledger, sizes, segment, runner)
+        self._hold_gradients(ledger, sizes, segment)
         yield from self._calls("forward", ledger, sizes, segment, runner, "loss")
         ledger.drop(("value", rows), "coefficients")
 
@@ -168,7 +168,7 @@ class StepCost:
                 continue
             if self.executor.one_sweep is None or segment.index != last:
                 yield from self._segment_backward(ledger, sizes, segment, runner)
-            self._finish(ledger, sizes, segment)
+            self._finish(ledger, segment)
 
     def _segment_backward(
         self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any
@@ -179,10 +179,9 @@ class StepCost:
                 ledger.hold(("gradient", node), HIDDEN, self.bytes_of(node, sizes))
         if isinstance(runner, Subgraph):
             yield self._moment("backward", ledger, sizes, segment, None, self.whole_cost(segment), "whole")
-            self._hold_gradients(ledger, sizes, segment, runner)
+            self._hold_gradients(ledger, sizes, segment)
         else:
-            reused = self._reused(runner, outputs)
-            if reused:
+            if runner.can_overwrite():
                 ledger.drop(("gradient", outputs[0]))
             states = self.states_of(runner)
             for state in states:
@@ -191,12 +190,12 @@ class StepCost:
                 yield from self._calls("backward", ledger, sizes, segment, runner, "states")
             for state in states:
                 ledger.hold(("state gradient", state), STATE_GRADIENTS, self.bytes_of(state, sizes))
-            self._hold_gradients(ledger, sizes, segment, runner)
+            self._hold_gradients(ledger, sizes, segment)
             yield from self._calls("backward", ledger, sizes, segment, runner, "joint")
             ledger.drop(*((k, s) for s in states for k in ("state", "state gradient")))
         ledger.drop(*(("gradient", n) for n in outputs))
 
-    def _hold_gradients(self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any) -> None:
+    def _hold_gradients(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> None:
         """Buffers of the gradients that a segment's backward makes."""
         for node in (n for n in segment.rows if n in self.facts.needs_grad):
             key = ("gradient", node)
@@ -206,7 +205,7 @@ class StepCost:
         for node in (n for n in segment.constants if n in self.facts.needs_grad):
             ledger.hold(("parameter", node, segment.index), PARAMETERS, self.bytes_of(node, sizes))
 
-    def _finish(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> None:
+    def _finish(self, ledger: Ledger, segment: Segment) -> None:
         """After a segment's backward: what nobody reads any more, and gradients that are complete."""
         for node in (*segment.rows, *segment.whole):
             ledger.drop(("sum of gradients", node))
@@ -224,14 +223,6 @@ class StepCost:
         if isinstance(runner, Subgraph):
             return []
         return [s.node for s in runner.programs.states.values()]
-
-    def _reused(self, runner: SegmentRunner, outputs: list[Node]) -> bool:
-        """True if the gradient of the input is written over that of the output (`runtime.streamed`)."""
-        if len(outputs) != 1 or len(runner.diff_rows) != 1:
-            return False
-        row, output = runner.diff_rows[0], outputs[0]
-        same = tensors_of(row)[0].dtype == tensors_of(output)[0].dtype
-        return same and shape_of(row) == shape_of(output) and runner.axis(row) == runner.axis(output)
 
     def _calls(
         self, phase: str, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any, kind: str
@@ -290,12 +281,7 @@ class StepCost:
         """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
         key = ("whole", segment.signature, backward)
         if key not in self._programs:
-            part = self.executor.runners[segment.index]
-            if not isinstance(part, Subgraph):
-                part = Subgraph(
-                    self.facts, segment.outputs, {*segment.rows, *segment.constants, *segment.whole}
-                )
-            module, values = joint_program(self.facts, part, backward)
+            module, values = joint_program(self.facts, self.executor.runners[segment.index], backward)
             names = {self.facts.sequence: TOKENS} if self.facts.sequence is not None else {}
             self._programs[key] = program_cost(module, names, values)
         return self._programs[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,12 +142,3 @@ def thinned(starts: list[float], totals: list[int], bins: int) -> list[int]:
     for own in columns.values():
         kept |= {max(own, key=totals.__getitem__), min(own, key=totals.__getitem__)}
     return sorted(kept)
-
-
-def readable(count: float) -> str:
-    """Bytes for people: "512 B", "12.0 KiB", "33.55 GiB"; halves are rounded up, as in the page's script."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{math.floor(count * 10 + 0.5) / 10:.1f} {unit}"
-        count /= 1024
-    return f"{math.floor(count * 100 + 0.5) / 100:,.2f} GiB"

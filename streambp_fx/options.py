@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from .units import parse_bytes
 
 # Rows of a loss chunk: logits of 256 rows stay small, and the head's weight gradient (vocabulary x hidden
 # size) is not rewritten too often.
@@ -15,23 +16,6 @@ AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
 CHOICES = {"logits": ("drop", "lazy", "keep"), "body": ("eager", "inductor"), "on_error": ("raise", "eager")}
-
-
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes from "80GiB", "24 GB", "500MiB" or a plain number of bytes.
-
-    Raises:
-        ValueError: no number above zero, or no unit of memory.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    unit = (match.group(2) or "B").upper() if match else ""
-    if isinstance(text, bool) or match is None or unit not in UNITS or float(match.group(1)) <= 0:
-        raise ValueError(f"{text!r} is no amount of memory: give a number with a unit, such as 80GiB or 24GB")
-    return int(float(match.group(1)) * UNITS[unit])
 
 
 @dataclass(frozen=True)

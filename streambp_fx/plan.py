@@ -19,7 +19,8 @@ from .cost import StepCost
 from .errors import PlanError
 from .explain import explain
 from .ledger import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
-from .options import CHUNK_SIZES, Options, parse_bytes
+from .options import CHUNK_SIZES, Options
+from .units import parse_bytes
 
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
@@ -333,5 +334,6 @@ def _longest(peak: Callable[[int], float], budget: int) -> int:
 
 
 def _gib(count: float) -> str:
+    """Rounded up: memory that is said to be enough has to be."""
     unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(count / unit * 100) / 100:.2f} {name}"

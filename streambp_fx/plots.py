@@ -8,8 +8,9 @@ from typing import Any
 
 from .errors import OutputError
 from .files import check_writable, write_whole
-from .memory import WAYS, StepMemory, readable, thinned
+from .memory import WAYS, StepMemory, thinned
 from .schedule import Schedule
+from .units import readable
 
 FORMATS = (".png", ".svg", ".pdf")
 # Colours that people with colour-blindness can tell apart (Okabe and Ito), and line styles for print in grey.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +15,12 @@ from .files import check_writable, write_whole
 from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.capture import source_line
-from .passes.chunk import find_states
 from .passes.ir import Facts
 from .passes.segment import row_bytes
 from .segments import READS, ScheduledSegment
+from .units import readable, readable_work
+
+NO_BREAK = "\u00a0"
 
 if TYPE_CHECKING:
     from .memory import StepMemory
@@ -92,9 +95,7 @@ class Schedule:
 
         They are held while the segment runs; in backward their gradients as well.
         """
-        if not segment.chunked or not segment.mixings:
-            return 0
-        return sum(int(row_bytes(self.facts, s.node)) for s in find_states(self.facts, segment.segment))
+        return sum(segment.carried_state.values())
 
     def chunks(self, segment: ScheduledSegment) -> int | None:
         """How many chunks a segment runs in, if the sequence length is known."""
@@ -189,7 +190,7 @@ class Schedule:
         ]
         lines += [f"  {line}" for group in self._folded() for line in self._lines(group)]
         lines.append(
-            f"  stored for the backward: {_size(self.stored_bytes_per_row())} a row of the batch"
+            f"  stored for the backward: {readable(self.stored_bytes_per_row())} a row of the batch"
             + self._total()
         )
         lines += self._loss()
@@ -203,12 +204,15 @@ class Schedule:
 
         moments = self.timeline()
         peak = max(moments, key=lambda m: m.total)
-        causes = ", ".join(f"{c} {_size(peak.bytes[c])}" for c in CAUSES if peak.bytes.get(c))
-        yield f"  peak of activations: {_size(peak.total)} in segment {peak.segment}, {peak.phase} ({causes})"
+        parts = [f"{c} {readable(peak.bytes[c])}" for c in CAUSES if peak.bytes.get(c)]
+        causes = ", ".join(part.replace(" ", NO_BREAK) for part in parts)
+        yield f"  peak of activations: {readable(peak.total)} in segment {peak.segment}, {peak.phase}"
+        lines = textwrap.wrap(causes, width=100, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        yield from (line.replace(NO_BREAK, " ") for line in lines)
         work = sum(m.flops for m in moments)
         once = unstreamed.flops(self.cost, self.cost.sizes(self.seq_len or 0))
         factor = f", {work / once:.2f} of a step that recomputes nothing" if once else ""
-        yield f"  work: {work / 1e12:,.2f} TFLOP{factor}"
+        yield f"  work: {readable_work(work)}{factor}"
 
     def _title(self) -> str:
         length = "" if self.seq_len is None else f" for {self.seq_len} tokens"
@@ -226,15 +230,13 @@ class Schedule:
     def _lines(self, group: list[ScheduledSegment]) -> Iterator[str]:
         segment, last = group[0], group[-1]
         numbers = f"{segment.index}" if last is segment else f"{segment.index}-{last.index}"
-        stores = sum(int(row_bytes(self.facts, n)) for n in segment.rows)
+        stores = sum(segment.saved.values())
         state, chunks = self.state_bytes_per_row(segment), self.chunks(segment)
         reads = (
             READS[segment.reach].format(window=segment.window or "some") if segment.chunked else "all rows"
         )
-        yield (
-            f"{numbers:<9}{segment.kind:<9}{len(segment.nodes):>4}  {chunks or '':>6}  {_size(stores):>9}  "
-            f"{_size(state):>9}  {reads}{self._masks(segment)}"
-        )
+        what = f"{numbers:<9}{segment.kind:<9}{len(segment.nodes):>4}  {chunks or '':>6}"
+        yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{self._masks(segment)}"
         if not segment.chunked:
             where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""
             yield f"{'':<9}runs whole: {segment.reason}{where}"
@@ -247,22 +249,16 @@ class Schedule:
     def _total(self) -> str:
         if self.seq_len is None:
             return ""
-        return f", {_size(self.stored_bytes_per_row() * self.seq_len)} in all"
+        return f", {readable(self.stored_bytes_per_row() * self.seq_len)} in all"
 
     def _loss(self) -> Iterator[str]:
         if self.sweeps:
-            known = "known before the sweep" if self.sweeps == 1 else "known only after a first sweep"
-            yield f"  {self.sweeps} sweep(s) over the loss head: its coefficients are {known}"
+            once = "1 sweep over the loss head: its coefficients are known before it"
+            twice = "2 sweeps over the loss head: its coefficients are known only after the first"
+            yield "  " + (once if self.sweeps == 1 else twice)
         for position, node in self.facts.lazy.items():
             yield f"  output {position} ({node.name}) is {self.options.logits}: nothing stores it"
 
 
-def _size(count: float) -> str:
-    """Bytes for people: "512 B", "12.0 KiB"; "-" for none."""
-    if not count:
-        return "-"
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+def _or_dash(count: float) -> str:
+    return readable(count) if count else "-"

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from .passes.capture import path
 from .passes.chunk import find_states
+from .passes.cost import op_name
 from .passes.ir import Reach, Segment, shape_of, tensors_of
 from .passes.segment import row_bytes
 
@@ -69,7 +70,7 @@ class ScheduledSegment:
     @property
     def op_counts(self) -> Counter[str]:
         """How often each op of the captured graph occurs."""
-        return Counter(str(n.target).removeprefix("aten.") for n in self.segment.nodes)
+        return Counter(op_name(n) for n in self.segment.nodes)
 
     @property
     def bytes(self) -> int:

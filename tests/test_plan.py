@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 import streambp_fx
 from streambp_fx import PlanError
 from streambp_fx.cli import main
-from streambp_fx.options import parse_bytes
 from streambp_fx.plan import Planner, known_models, model_on_meta
+from streambp_fx.units import parse_bytes
 
 SIZES = {"vocab_size": 900, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -15,8 +15,9 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from ..memory import StepMemory, readable
+from ..memory import StepMemory
 from ..schedule import Schedule
+from ..units import readable
 from .chart import Chart
 from .graph import graph_svg, groups_of
 from .programs import function_html, functions

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 from ..ledger import CAUSES
-from ..memory import StepMemory, readable, thinned
+from ..memory import StepMemory, thinned
+from ..units import readable
 
 # The drawing is stretched to its place on the page; all words beside it are HTML.
 WIDTH, HEIGHT, BINS = 1000, 1000, 360

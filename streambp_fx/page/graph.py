@@ -10,11 +10,11 @@ from html import escape
 
 from torch.fx import Node
 
-from ..memory import readable
 from ..passes.ir import Reach
 from ..passes.segment import row_bytes
 from ..schedule import Schedule
 from ..segments import READS, ScheduledSegment
+from ..units import readable
 
 # Sizes of the drawing in CSS pixels: it is shown as large as it is, and fits a phone.
 WIDTH, BOX, GAP, LEFT, RIGHT = 340, 62, 34, 34, 258

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from ..memory import StepMemory, readable
+from ..memory import StepMemory
 from ..passes.capture import source_line
 from ..passes.printing import place
 from ..passes.segment import row_bytes
 from ..segments import ScheduledSegment
+from ..units import readable
 from .dependencies import dependences_html
 from .graph import Group, reads
 from .programs import Function, function_html

@@ -156,6 +156,14 @@ class SegmentRunner:
         rows = buffer.narrow(dim, extent.start, extent.rows)
         rows.add_(value) if add else rows.copy_(value)
 
+    def can_overwrite(self) -> bool:
+        """True if the gradient of the one streamed input has the form of that of the one output."""
+        if len(self.diff_rows) != 1 or len(self.diff_outputs) != 1:
+            return False
+        row, output = self.diff_rows[0], self.diff_outputs[0]
+        same = tensors_of(row)[0].dtype == tensors_of(output)[0].dtype
+        return same and shape_of(row) == shape_of(output) and self.axis(row) == self.axis(output)
+
     # ---- forward and backward
 
     def new_states(self, step: Step, like: Tensor, zero: bool = False) -> list[Tensor]:
@@ -281,9 +289,8 @@ class StreamedSegment(torch.autograd.Function):
 
 def _can_reuse(runner: SegmentRunner, step: Step, cotangents: list[Tensor | None]) -> bool:
     """True if the gradient of the one streamed input may overwrite that of the one output."""
-    if len(runner.diff_rows) != 1 or len(cotangents) != 1 or cotangents[0] is None:
+    if not runner.can_overwrite() or cotangents[0] is None:
         return False
-    row, output, gradient = runner.diff_rows[0], runner.diff_outputs[0], cotangents[0]
-    alike = shape_of(row) == shape_of(output) and runner.axis(row) == runner.axis(output)
-    same = tensors_of(row)[0].dtype == gradient.dtype and gradient.is_contiguous()
-    return alike and same and step.owned.take(gradient)
+    gradient = cotangents[0]
+    same = tensors_of(runner.diff_rows[0])[0].dtype == gradient.dtype and gradient.is_contiguous()
+    return same and step.owned.take(gradient)

@@ -18,10 +18,11 @@ from streambp_fx.passes.ir import Reach
 
 import streambp_fx
 from streambp_fx import files, unstreamed
-from streambp_fx.memory import StepMemory, readable, thinned
+from streambp_fx.memory import StepMemory, thinned
 from streambp_fx.page import embedded
 from streambp_fx.page.dependencies import Dependence
 from streambp_fx.page.programs import functions, highlighted
+from streambp_fx.units import readable
 
 TITLE = 'a "model" <script>alert(1)</script> & co'
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -16,7 +16,8 @@ import streambp_fx
 from streambp_fx import plots, unstreamed
 from streambp_fx.cli import main
 from streambp_fx.ledger import TOKENS
-from streambp_fx.memory import WAYS, StepMemory, readable
+from streambp_fx.memory import WAYS, StepMemory
+from streambp_fx.units import readable
 
 TINY = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
