@@ -68,6 +68,7 @@ def analyze(
     captured = _run("autocast", autocast, captured)
     captured = _run("normalize", normalize, captured)
     facts: Facts = _run("axes", axes, captured)
+    facts.placeless = any(isinstance(v, torch.Tensor) and v.is_meta for v in example_inputs)
     facts = _run("footprints", footprints, facts)
     facts = _run("order", order, facts)
     facts = _run("outputs", outputs, facts, logits)

@@ -140,10 +140,20 @@ class ChunkProgram:
         segment: the segment.
         targets: nodes to compute, by rows.
         plain: masks that need not be built, since nothing but causality is left of them.
+        keep: attentions whose output and log-sum-exp are wanted as well; a run leaves them in `kept`.
     """
 
-    def __init__(self, facts: Facts, segment: Segment, targets: list[Node], plain: frozenset[Node]) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        segment: Segment,
+        targets: list[Node],
+        plain: frozenset[Node],
+        keep: frozenset[Node] = frozenset(),
+    ) -> None:
         self.facts, self.segment, self.targets, self.plain = facts, segment, targets, plain
+        self.keep = keep
+        self.kept: list[Tensor] = []
         self.states = {s.node: s for s in find_states(facts, segment)}
         self.needed = self._demand()
         self.readers = self._count_readers()
@@ -190,7 +200,7 @@ class ChunkProgram:
             reader: how a state is read.
             seed: seed of the chunk's random ops.
         """
-        self.origins = Origins()
+        self.origins, self.kept = Origins(), []
         return Evaluation(self, bindings, ranges, reader, seed).targets()
 
 

@@ -104,7 +104,10 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     if in_place is not None and attention.flash_applies(query, in_place[2], in_place[3]):
         bias = attention.additive(mask, query)
         extra = (bias, run.ranges.prefix, causal, call["scale"])
-        return attention.PrefixAttention.apply(query, *in_place, *extra)[0]
+        found = attention.PrefixAttention.apply(query, *in_place, *extra)
+        if node in run.program.keep:
+            run.program.kept += found
+        return found[0]
     key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
     if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
         return _attend_on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])

@@ -134,6 +134,7 @@ class Facts:
     epilogue: list[Node] = field(default_factory=list)
     lazy: dict[int, Node] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
+    placeless: bool = False  # the weights are on the meta device: where they will be is not known
 
     @property
     def nodes(self) -> list[Node]:

@@ -64,25 +64,39 @@ def lower(
     return Lowered(run, module)
 
 
-def restrict(module: GraphModule, outputs: list[Any], inputs: int, writes: bool) -> GraphModule:
+def restrict(
+    module: GraphModule,
+    outputs: list[Any],
+    inputs: int,
+    writes: bool,
+    given: Sequence[Node] = (),
+    place: int = 0,
+) -> GraphModule:
     """A copy of a program with some of its outputs and its first `inputs` inputs.
 
     Args:
         writes: keep what is written into buffers that are inputs (state rows); else only what is added.
+        given: values that become inputs, from position `place` on, instead of being computed.
     """
     unwanted = aten.add_.Tensor if writes else aten.copy_.default
-    live = _live(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted)
+    live = _live(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted, frozenset(given))
     graph = Graph()
     copies: dict[Node, Node] = {}
     for position, node in enumerate(module.graph.nodes):
-        if (node.op == "placeholder" and position < inputs) or node in live:
+        if position == place:
+            for k, value in enumerate(given):
+                copies[value] = graph.placeholder(f"saved_{k}")
+                copies[value].meta.update(value.meta)
+        if node not in copies and ((node.op == "placeholder" and position < inputs) or node in live):
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[n] if isinstance(n, Node) else n for n in outputs])
     return GraphModule(module, graph)
 
 
-def _live(graph: Graph, wanted: set[Node], unwanted: Any) -> set[Node]:
+def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]) -> set[Node]:
     """Nodes that `wanted` are made of, with the changes in place that they or the caller can see.
+
+    What `given` are made of does not count.
 
     A change of a value is seen by those who read the value, or a view of it, later; a change of an input is
     seen by the caller, except that of the op `unwanted`.
@@ -97,7 +111,7 @@ def _live(graph: Graph, wanted: set[Node], unwanted: Any) -> set[Node]:
                 continue
             if from_outside or changed in read:
                 live.add(node)
-        if node in live and node.op != "output":
+        if node in live and node.op != "output" and node not in given:
             live.update(node.all_input_nodes)
             read.update(_storage(n) for n in node.all_input_nodes)
     return live

@@ -6,7 +6,8 @@ that one graph serves all chunks, all lengths and all identical segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_names
 from .ir import Facts, Kind, PassError, Segment, expression, operands, tensors_of
 from .lower import Lowered, lower, restrict
+from .policy import attention_outputs
 
 Guard = Callable[[Mapping[str, int]], bool]
 
@@ -35,6 +37,7 @@ class Traced:
     Attributes:
         module: its graph; the outputs are the values, then the gradients of rows, then those of parameters.
         values: how many outputs are values.
+        kept: how many outputs after them are kept for the backward, see `policy`.
         guards: what tracing assumed of the sizes.
         fakes: the inputs it was traced with.
         lowered: programs made of it, by kind.
@@ -44,6 +47,7 @@ class Traced:
     values: int
     guards: Guards
     fakes: list[Any]
+    kept: int = 0
     lowered: dict[str, Lowered] = field(default_factory=dict)
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
@@ -102,8 +106,9 @@ class SegmentPrograms:
     outputs and without what is then dead.
     """
 
-    def __init__(self, facts: Facts, segment: Segment, body: str = "eager") -> None:
+    def __init__(self, facts: Facts, segment: Segment, body: str = "eager", save: str = "inputs") -> None:
         self.facts, self.segment, self.body = facts, segment, body
+        self.keep = frozenset(attention_outputs(facts, segment) if save == "attention" else ())
         self.traces: dict[tuple, list[Traced]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
@@ -132,7 +137,8 @@ class SegmentPrograms:
         traced = next((t for t in found if t.accepts(sizes)), None)
         if traced is None:
             try:
-                traced = _trace(self, source, plain, extent, args)
+                with without_saved_tensors_hooks():
+                    traced = _trace(self, source, plain, extent, args)
             except PassError:
                 raise
             except Exception as error:
@@ -150,19 +156,18 @@ class SegmentPrograms:
     def _lower(self, kind: str, source: str, traced: Traced) -> Lowered:
         slots, outputs = self.slots(kind), _outputs(traced.module)
         names = input_names(slots)
+        fakes, module = traced.fakes[: len(names)], traced.module
         if source == "joint":
-            wanted = {
-                "forward": outputs[: traced.values],
-                "states": [],
-                "joint": outputs[traced.values :],
-                "loss": outputs,
-            }[kind]
+            first = traced.values + traced.kept
+            kinds = {"forward": outputs[:first], "states": [], "joint": outputs[first:], "loss": outputs}
+            given = outputs[traced.values : first] if kind in ("states", "joint") else []
+            place = len(names) - len(slots.accumulators)
+            names[place:place] = [f"saved_{k}" for k in range(len(given))]
+            fakes[place:place] = [n.meta["val"] for n in given]
             writes = kind in ("forward", "states")
-            module = restrict(traced.module, wanted, len(names), writes=writes)
-        else:
-            module = traced.module
+            module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
         try:
-            lowered = lower(module, len(slots.accumulators), names, self.body, traced.fakes[: len(names)])
+            lowered = lower(module, len(slots.accumulators), names, self.body, fakes)
         except Exception as error:
             raise PassError("lower", error) from error
         lowered.sizes = traced.guards.names
@@ -194,6 +199,24 @@ def _symbols(size: Any) -> set[sympy.Symbol]:
     return expression(size).free_symbols if isinstance(size, torch.SymInt) else set()
 
 
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Within: what is saved is left alone. Somebody's hooks (offloading, checkpointing) are for the step.
+
+    `torch.func` does not work under such hooks.
+    """
+    autograd = torch._C._autograd
+    hooks = []
+    try:
+        while top := autograd._top_saved_tensors_default_hooks(True):
+            hooks.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
+
+
 def _trace(
     owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]
 ) -> Traced:
@@ -204,7 +227,7 @@ def _trace(
     fakes = FakeInputs(facts, slots, extent, SymbolTable(env), mode, args)
     by_state = kind in ("states", "state_joint")
     targets = [s.node for s in slots.states] if by_state else segment.outputs
-    program = ChunkProgram(facts, segment, targets, plain)
+    program = ChunkProgram(facts, segment, targets, plain, owner.keep if kind == "joint" else frozenset())
     bodies = {"forward": _forward, "states": _write_states, "state_joint": _state_joint}
     body = bodies.get(kind, _joint)
 
@@ -217,7 +240,7 @@ def _trace(
     with mode, torch.enable_grad():
         module = make_fx(traced, tracing_mode="real")(*fakes.flat)
     values = len(targets) if kind == "joint" else 0
-    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat)
+    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat, len(program.kept))
 
 
 def _outputs(module: GraphModule) -> list[Any]:
@@ -251,13 +274,13 @@ def _joint(
 ) -> list[Tensor]:
     """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
 
-    Before them come the outputs themselves.
+    Before them come the outputs themselves, and what is kept for the backward.
     """
     given = Unpacked(slots, extent, flat)
     rows, constants = owner.diff_rows, owner.diff_constants
     leaves = list(given.states) if extent.full else []
 
-    def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[list[Tensor], list[Tensor]]]:
         named = dict(zip([*rows, *constants, *leaves], primals, strict=True))
         replaced: dict[str, Any] = {
             "rows": {n: named.get(n, v) for n, v in given.rows.items()},
@@ -270,15 +293,15 @@ def _joint(
         bindings = given.bindings(owner.facts, **replaced)
         values = program.run(bindings, given.ranges, reader, given.seed)
         by_node = dict(zip(program.targets, values, strict=True))
-        return tuple(by_node[n] for n in owner.diff_outputs), values
+        return tuple(by_node[n] for n in owner.diff_outputs), (values, program.kept)
 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
     primals += [given.states[n] for n in leaves]
-    _, pullback, values = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
+    _, pullback, (values, kept) = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
     gradients = _pull_back(pullback, [given.cotangents[n] for n in owner.diff_outputs])
     for node in reversed(leaves):
         given.gradients[node].add_(gradients.pop())
-    return [*values, *gradients]
+    return [*values, *kept, *gradients]
 
 
 def _state_joint(

@@ -20,6 +20,7 @@ from .ledger import (
     CHUNK,
     DATA,
     HIDDEN,
+    KEPT,
     LOSS,
     LOSS_CHUNK,
     LOW,
@@ -43,6 +44,7 @@ from .passes.footprints import mask_facts
 from .passes.inputs import Extent
 from .passes.ir import Facts, Segment, shape_of, tensors_of
 from .passes.joint import joint_program
+from .passes.policy import attention_outputs, row_bytes_of_attention
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
 
@@ -67,6 +69,10 @@ class StepCost:
         for segment in reversed(facts.segments):
             for node in (*segment.rows, *segment.constants, *segment.whole):
                 self.first_use[node] = segment.index
+        self.kept_rows: dict[int, sympy.Expr] = {}
+        self.elsewhere: dict[Any, tuple[str, Any]] = {}
+        on_cpu = all(v.device.type == "cpu" for n in facts.parameters for v in tensors_of(n))
+        self.on_host = on_cpu and not facts.placeless
         self._programs: dict[Any, ProgramCost] = {}
         self._numbers: dict[sympy.Expr, Callable[..., Any]] = {}
 
@@ -114,27 +120,88 @@ class StepCost:
         for node in self.executor.whole.outputs:
             ledger.hold(("whole", _storage(node)), DATA, self.bytes_of(node, sizes))
         last = len(self.facts.segments) - 1
-        for segment, runner in zip(self.facts.segments, self.executor.runners, strict=True):
-            if self.executor.one_sweep is not None and segment.index == last:
-                yield from self._loss(ledger, sizes, segment, runner)
-            else:
-                yield from self._segment_forward(ledger, sizes, segment, runner)
+        for number, group in enumerate(self.executor.groups):
+            self._leave(ledger, number - 2)
+            for segment in group:
+                runner = self.executor.runners[segment.index]
+                if self.executor.one_sweep is not None and segment.index == last:
+                    self._leave(ledger, number - 1)
+                    yield from self._loss(ledger, sizes, segment, runner)
+                else:
+                    yield from self._segment_forward(ledger, sizes, segment, runner)
+            self._drop_inner(ledger, group)
         for node in self.executor.tail.outputs:
             if shape_of(node):
                 ledger.hold(("output", node), OUTPUTS, self.bytes_of(node, sizes))
         self._drop_unsaved(ledger)
 
     def _segment_forward(
-        self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any
+        self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any, phase: str = "forward"
     ) -> Iterator[Moment]:
         for node in segment.outputs:
-            cause = STORED if node in self.first_use else LOSS
-            ledger.hold(("value", node), cause, self.bytes_of(node, sizes))
+            if ("value", node) not in ledger.held:
+                cause = STORED if node in self.first_use else LOSS
+                ledger.hold(("value", node), cause, self.bytes_of(node, sizes))
         states = self.states_of(runner)
         for state in states:
             ledger.hold(("state", state), STATE, self.bytes_of(state, sizes))
-        yield from self._calls("forward", ledger, sizes, segment, runner, "forward")
+        yield from self._calls(phase, ledger, sizes, segment, runner, "forward")
+        self._hold_kept(ledger, segment, sizes, sizes.tokens)
         ledger.drop(*(("state", s) for s in states))
+
+    def _hold_kept(self, ledger: Ledger, segment: Segment, sizes: Sizes, rows: Any) -> None:
+        """What is kept of attention for the first `rows` rows."""
+        if segment.index not in self.kept_rows:
+            nodes = attention_outputs(self.facts, segment) if self.options.save == "attention" else []
+            each = (shape_of(n)[0] * sum(row_bytes_of_attention(n)) for n in nodes)
+            self.kept_rows[segment.index] = sum(each, sympy.S.Zero)
+        size = self.kept_rows[segment.index]
+        if size != 0:
+            ledger.hold(("kept", segment.index), KEPT, self.value(size, sizes) * rows)
+
+    # ---- the memory policy, see `passes.policy`
+
+    def _drop_inner(self, ledger: Ledger, group: list[Segment]) -> None:
+        """Of several segments that keep their inputs together, nothing between them is kept."""
+        if len(group) > 1:
+            seen = set(self.executor.outputs_of(group))
+            ledger.drop(*(("value", n) for s in group for n in s.outputs if n not in seen))
+            ledger.drop(*(("kept", s.index) for s in group))
+
+    def _kept_by(self, number: int) -> list[Any]:
+        """Keys of what a group keeps, except what a later one keeps as well."""
+        group = self.executor.groups[number]
+        later = {n for g in self.executor.groups[number + 1 :] for s in g for n in s.rows}
+        return [("value", n) for s in group for n in s.rows if n not in later] + [
+            ("kept", s.index) for s in group
+        ]
+
+    def _leave(self, ledger: Ledger, number: int) -> None:
+        """What a group keeps has left the device: while the next runs, it is on its way."""
+        if number >= 0 and self.leaves:
+            for key in self._kept_by(number):
+                if key in ledger.held:
+                    self.elsewhere[key] = ledger.held.pop(key)
+
+    def _return(self, ledger: Ledger, number: int) -> None:
+        """It is back for the group's backward, or on its way back."""
+        if number >= 0 and self.leaves:
+            for key in self._kept_by(number):
+                if key in self.elsewhere:
+                    ledger.held[key] = self.elsewhere.pop(key)
+
+    @property
+    def leaves(self) -> bool:
+        """True if what is kept leaves the device."""
+        return self.options.offload == "disk" or (self.options.offload == "host" and not self.on_host)
+
+    def offloaded(self, sizes: Sizes) -> Any:
+        """Bytes that lie in host memory or on disk at the end of the forward."""
+        ledger = Ledger()
+        for _ in self._forward(ledger, sizes):
+            pass
+        left, self.elsewhere = self.elsewhere, {}
+        return sum(size for _, size in left.values())
 
     def _loss(
         self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: SegmentRunner
@@ -162,13 +229,28 @@ class StepCost:
 
     def _backward(self, ledger: Ledger, sizes: Sizes) -> Iterator[Moment]:
         last = len(self.facts.segments) - 1
-        for segment in reversed(self.facts.segments):
+        for number in reversed(range(len(self.executor.groups))):
+            group = self.executor.groups[number]
+            self._return(ledger, number)
+            self._return(ledger, number - 1)
+            yield from self._again(ledger, sizes, group)
+            for segment in reversed(group):
+                runner = self.executor.runners[segment.index]
+                if not any(n in self.facts.needs_grad for n in segment.outputs):
+                    continue
+                if self.executor.one_sweep is None or segment.index != last:
+                    yield from self._segment_backward(ledger, sizes, segment, runner)
+                self._finish(ledger, segment)
+
+    def _again(self, ledger: Ledger, sizes: Sizes, group: list[Segment]) -> Iterator[Moment]:
+        """The inputs between segments that keep only those of the first."""
+        if len(group) == 1:
+            return
+        for segment in group if self.options.save == "attention" else group[:-1]:
             runner = self.executor.runners[segment.index]
-            if not any(n in self.facts.needs_grad for n in segment.outputs):
-                continue
-            if self.executor.one_sweep is None or segment.index != last:
-                yield from self._segment_backward(ledger, sizes, segment, runner)
-            self._finish(ledger, segment)
+            yield from self._segment_forward(ledger, sizes, segment, runner, "backward")
+        inputs = {n for s in group for n in s.rows}
+        ledger.drop(*(("value", n) for n in group[-1].outputs if n not in inputs))
 
     def _segment_backward(
         self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any
@@ -193,6 +275,7 @@ class StepCost:
             self._hold_gradients(ledger, sizes, segment)
             yield from self._calls("backward", ledger, sizes, segment, runner, "joint")
             ledger.drop(*((k, s) for s in states for k in ("state", "state gradient")))
+        ledger.drop(("kept", segment.index))
         ledger.drop(*(("gradient", n) for n in outputs))
 
     def _hold_gradients(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> None:
@@ -232,6 +315,8 @@ class StepCost:
             return
         extents = list(enumerate(self._extents(runner, sizes)))
         for index, extent in reversed(extents) if kind == "joint" else extents:
+            if kind == "forward":
+                self._hold_kept(ledger, segment, sizes, extent.start)
             cost = self._program(runner, kind, extent, sizes)
             yield self._moment(phase, ledger, sizes, segment, (index, extent), cost, kind)
 

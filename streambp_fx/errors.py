@@ -31,5 +31,9 @@ class OutputError(StreamBPError, ValueError):
     """A page or a picture that cannot be written: no such folder, an unknown format, a missing package."""
 
 
+class OffloadError(StreamBPError):
+    """Tensors cannot be moved to host memory or disk, or do not come back: no room, or an older PyTorch."""
+
+
 class StreamBPWarning(UserWarning):
     """Some region of the model runs unchunked. The gradient is exact; the memory saving is smaller."""

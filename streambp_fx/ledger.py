@@ -10,9 +10,10 @@ import sympy
 
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
+KEPT = "attention outputs"
 HIDDEN, DATA, OUTPUTS = "hidden-state gradients", "positions and masks", "outputs"
 #: What memory is held for, in the order of pictures and tables.
-CAUSES = (STORED, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS)
+CAUSES = (STORED, KEPT, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS)
 
 TOKENS, BATCH, CHUNK, LOSS_CHUNK, ROWS, PREFIX, LOW, TOTAL = (
     sympy.Symbol(n, integer=True, positive=True)

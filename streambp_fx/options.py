@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .passes.policy import Policy
 from .units import parse_bytes
 
 # Rows of a loss chunk: logits of 256 rows stay small, and the head's weight gradient (vocabulary x hidden
@@ -15,7 +16,13 @@ LOSS_CHUNK = 256
 AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
-CHOICES = {"logits": ("drop", "lazy", "keep"), "body": ("eager", "inductor"), "on_error": ("raise", "eager")}
+CHOICES = {
+    "logits": ("drop", "lazy", "keep"),
+    "save": ("inputs", "attention"),
+    "offload": ("none", "host", "disk"),
+    "body": ("eager", "inductor"),
+    "on_error": ("raise", "eager"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,11 @@ class Options:
             (None; the default of `transform`), "lazy" (a tensor that is computed when somebody reads it; the
             default of `torch.compile`) or "keep".
         seq_dim: which dim of an input is the sequence, by the input's name, where the graph does not tell.
+        save: what a layer keeps for the backward: "inputs" (its input rows; the rest is computed again) or
+            "attention" (also the output and the log-sum-exp of attention, which then is not computed again).
+        every: only every k-th layer keeps its inputs; those between are computed again first.
+        offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
+            memory, for models on a GPU) or "disk".
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
         on_error: what an internal error of the compiler leads to: "raise" (`CompileError`) or "eager" (a
             warning, and the graph runs unstreamed).
@@ -41,6 +53,9 @@ class Options:
     memory: int | str | None = None
     logits: str = "drop"
     seq_dim: Mapping[str, int] | None = None
+    save: str = "inputs"
+    every: int = 1
+    offload: str = "none"
     body: str = "eager"
     on_error: str = "raise"
 
@@ -48,6 +63,7 @@ class Options:
         if self.chunk != "auto":
             _positive("chunk", self.chunk, ' or "auto"')
         _positive("loss_chunk", self.loss_chunk)
+        _positive("every", self.every)
         if self.memory is not None:
             parse_bytes(self.memory)
         for name, allowed in CHOICES.items():
@@ -60,6 +76,11 @@ class Options:
     def memory_bytes(self) -> int | None:
         """The budget in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def policy(self) -> Policy:
+        """What is kept for the backward, and where."""
+        return Policy(self.save, self.every, self.offload)
 
     @property
     def rows(self) -> int:

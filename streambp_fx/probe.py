@@ -27,7 +27,8 @@ from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
 from .passes.rules.contractions import sdpa_arguments
 from .poison import Operand, Rows, first_difference
-from .runtime.executor import attribute, is_random, masks_to_test, read_sizes, size_places
+from .runtime.executor import attribute, is_random, masks_to_test
+from .runtime.sizes import read_sizes, size_places
 
 aten = torch.ops.aten
 # Where the ops that mix rows take the operands that they read by columns.

@@ -15,7 +15,8 @@ from .files import check_writable, write_whole
 from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.capture import source_line
-from .passes.ir import Facts
+from .passes.ir import Facts, Segment
+from .passes.policy import Policy, groups
 from .passes.segment import row_bytes
 from .segments import READS, ScheduledSegment
 from .units import readable, readable_work
@@ -86,9 +87,24 @@ class Schedule:
     # ---- bytes
 
     def stored_bytes_per_row(self) -> int:
-        """Bytes that the forward keeps for the backward, a row of the batch: the inputs of all segments."""
-        stored = dict.fromkeys(n for s in self.segments for n in s.rows)
-        return sum(int(row_bytes(self.facts, n)) for n in stored)
+        """Bytes that the forward keeps for the backward, a row of the batch.
+
+        They are the inputs of the segments, each once, or what the memory policy makes of that.
+        """
+        kept: dict[str, int] = {}
+        for group in groups(self.facts, self.policy):
+            own = [ScheduledSegment(self, s) for s in group]
+            kept |= own[0].saved if len(own) == 1 else self._inputs_from_outside(group)
+        return sum(kept.values())
+
+    def _inputs_from_outside(self, group: list[Segment]) -> dict[str, int]:
+        made = {n for s in group for n in s.outputs}
+        return {n.name: int(row_bytes(self.facts, n)) for s in group for n in s.rows if n not in made}
+
+    @property
+    def policy(self) -> Policy:
+        """What is kept for the backward, and where."""
+        return self.options.policy
 
     def state_bytes_per_row(self, segment: ScheduledSegment) -> int:
         """Bytes of the carried state of a segment, a row of the batch (keys and values, say).
@@ -193,6 +209,8 @@ class Schedule:
             f"  stored for the backward: {readable(self.stored_bytes_per_row())} a row of the batch"
             + self._total()
         )
+        if self.policy != Policy():
+            lines.append(f"  memory policy: {self.policy}")
         lines += self._loss()
         if self.seq_len is not None and self.segments:
             lines += self._cost_lines()

@@ -11,6 +11,7 @@ from .passes.capture import path
 from .passes.chunk import find_states
 from .passes.cost import op_name
 from .passes.ir import Reach, Segment, shape_of, tensors_of
+from .passes.policy import attention_outputs, row_bytes_of_attention
 from .passes.segment import row_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +59,13 @@ class ScheduledSegment:
     @property
     def saved(self) -> dict[str, int]:
         """What the forward keeps for the backward: name and bytes a row of the batch."""
-        return {n.name: int(row_bytes(self.schedule.facts, n)) for n in self.segment.rows}
+        facts = self.schedule.facts
+        found = {n.name: int(row_bytes(facts, n)) for n in self.segment.rows}
+        if self.schedule.options.save == "attention":
+            for node in attention_outputs(facts, self.segment):
+                output, sums = row_bytes_of_attention(node)
+                found |= {node.name: output, f"{node.name} log-sum-exp": sums}
+        return found
 
     @property
     def footprints(self) -> dict[str, str]:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
 
 from ..options import Options
 from ..passes import masks
 from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, expression, shape_of, tensors_of
+from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.objective import is_linear
+from ..passes.policy import groups
 from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers
 from .head import OneSweepHead
 from .lazy import LazyOutput
+from .offload import Store, store_for
+from .sizes import read_sizes, size_places, tests_of_sizes
 from .streamed import SegmentRunner, Step, StreamedSegment
 from .whole import WholeSegment
 
 aten = torch.ops.aten
+# Later than any segment.
+NEVER = 2**31
 
 
 class Executor:
@@ -42,7 +50,7 @@ class Executor:
         output = next(n for n in facts.nodes if n.op == "output")
         self.results = list(output.args[0])
         self.sizes_at = size_places(facts)
-        self.guards = _tests(facts)
+        self.guards = tests_of_sizes(facts)
         self.chooser: Callable[..., int] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options)
@@ -54,6 +62,9 @@ class Executor:
         self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
         read = {n for part in (self.tail, *self.lazy.values()) for n in part.inputs}
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
+        self.policy = options.policy
+        self.groups = groups(facts, self.policy)
+        self.last_read = _last_reads(self)
         self.random = any(is_random(n) for n in facts.nodes)
         self.one_sweep = _one_sweep(facts, self.runners, self.tail)
 
@@ -82,12 +93,17 @@ class Executor:
         if self.chooser is not None:
             others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
             step.chunk = self.chooser(step.total, others, inputs)
-        last = len(self.facts.segments) - 1
-        for index, (segment, runner) in enumerate(zip(self.facts.segments, self.runners, strict=True)):
-            if self.one_sweep is not None and index == last and torch.is_grad_enabled():
+        store = self._store(values)
+        for group in self.groups:
+            if self.one_sweep is not None and group[-1] is self.facts.segments[-1] and step.training:
+                if store is not None:
+                    store.finish()
                 self._loss_in_one_sweep(values, sizes, step)
                 break
-            self._run_segment(segment, runner, values, sizes, step)
+            with _kept_in(store):
+                self._run_group(group, values, sizes, step)
+            for node in [n for n in values if self.last_read.get(n) == group[-1].index]:
+                del values[node]  # what is kept of it is autograd's, or lies elsewhere
         else:
             self._run(self.tail, values, sizes)
         results = [values[n] if isinstance(n, Node) else n for n in self.results]
@@ -134,16 +150,61 @@ class Executor:
                 full.add(mask)
         seed = int(torch.randint(0, 2**40, ())) if self.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
-        return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers())
+        training = torch.is_grad_enabled()
+        return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers(), training)
+
+    def _store(self, values: dict[Any, Any]) -> Store | None:
+        """Where what is saved lies until the backward, if not where it is."""
+        if self.policy.offload == "none" or not torch.is_grad_enabled():
+            return None
+        resident = [v for v in values.values() if isinstance(v, Tensor)]
+        return store_for(self.policy.offload, resident[0].device, resident)
+
+    def _run_group(
+        self, group: list[Segment], values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step
+    ) -> None:
+        """One segment; or several, of which only the inputs of the first are kept."""
+        if len(group) == 1 or not step.training:
+            for segment in group:
+                self._run_segment(segment, values, sizes, step)
+            return
+        inputs, outputs = self.inputs_of(group, values), self.outputs_of(group)
+        fixed = {n: v for n, v in inputs.items() if not isinstance(v, Tensor)}
+        tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
+        nodes, runs = list(tensors), itertools.count()  # the function must not hold the tensors
+
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            again = next(runs) > 0
+            local = {**fixed, **dict(zip(nodes, given, strict=True))}
+            for segment in group:
+                # nobody reads the last outputs again, and what they were made of is kept
+                unread = again and segment is group[-1] and self.policy.save == "inputs"
+                self._run_segment(segment, local, sizes, step, unread)
+            return tuple(local[n] for n in outputs)
+
+        random = any(isinstance(r, Subgraph) and r.random for r in (self.runners[s.index] for s in group))
+        found = checkpoint(run, *tensors.values(), use_reentrant=False, preserve_rng_state=random)
+        values.update(zip(outputs, found, strict=True))
+
+    def inputs_of(self, group: list[Segment], values: dict[Any, Any]) -> dict[Node, Any]:
+        made = {n for s in group for n in s.outputs}
+        read = [n for s in group for n in _reads(s, self.runners[s.index])]
+        return {n: values[n] for n in read if n not in made and n in values}
+
+    def outputs_of(self, group: list[Segment]) -> list[Node]:
+        """What is read outside a group."""
+        made = [n for s in group for n in s.outputs]
+        return [n for n in made if self.last_read.get(n, NEVER) > group[-1].index]
 
     def _run_segment(
         self,
         segment: Segment,
-        runner: Any,
         values: dict[Any, Any],
         sizes: dict[sympy.Symbol, int],
         step: Step,
+        unread: bool = False,
     ) -> None:
+        runner = self.runners[segment.index]
         if not isinstance(runner, Subgraph) and segment.chained and runner.is_full(step):
             runner = self._whole_form(segment)  # NOTE [chained states]
         if isinstance(runner, Subgraph):
@@ -152,7 +213,7 @@ class Executor:
         else:
             whole = [values[n] for n in segment.whole]
             tensors = [values[n] for n in (*segment.rows, *segment.constants)]
-            outputs = StreamedSegment.apply(runner, step, whole, *tensors)
+            outputs = StreamedSegment.apply(runner, step, whole, unread, *tensors)
         values.update(zip(segment.outputs, outputs, strict=True))
 
     def _whole_form(self, segment: Segment) -> Subgraph:
@@ -173,62 +234,30 @@ class Executor:
         values.update(zip(self.tail.outputs, found, strict=True))
 
 
-def size_places(facts: Facts) -> list[tuple[int, int | None, sympy.Symbol, int]]:
-    """Where the size symbols of a graph stand in its inputs: (position, dim, symbol, number added to it)."""
-    placeholders = [n for n in facts.nodes if n.op == "placeholder"]
-    return [
-        (k, dim, symbol, more)
-        for k, n in enumerate(placeholders)
-        for dim, size in _declared(n)
-        for symbol, more in _linear(size)
-    ]
+def _reads(segment: Segment, runner: Any) -> list[Node]:
+    if isinstance(runner, Subgraph):
+        return runner.inputs
+    return [*segment.rows, *segment.constants, *segment.whole]
 
 
-def read_sizes(places: list, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
-    """The value of each size symbol, from the graph's inputs.
-
-    Raises:
-        ValueError: inputs that share a symbol have different sizes.
-    """
-    sizes: dict[sympy.Symbol, int] = {}
-    for position, dim, symbol, more in places:
-        value = inputs[position] if dim is None else inputs[position].shape[dim]
-        found = int(value) - more
-        if sizes.setdefault(symbol, found) != found:
-            raise ValueError(
-                f"the inputs have different sequence lengths, {sizes[symbol]} and {found}; "
-                "a streamed model takes them to be equal"
-            )
-    return sizes
+def _last_reads(executor: Executor) -> dict[Node, int]:
+    """The last segment that reads what another has made; later than all: the epilogue and the caller."""
+    made = {n for s in executor.facts.segments for n in s.outputs}
+    parts = (executor.tail, *executor.lazy.values())
+    found = dict.fromkeys((n for n in executor.results if isinstance(n, Node)), NEVER)
+    found.update(dict.fromkeys((n for p in parts for n in p.inputs), NEVER))
+    for segment in reversed(executor.facts.segments):
+        for node in _reads(segment, executor.runners[segment.index]):
+            found.setdefault(node, segment.index)
+    return {n: index for n, index in found.items() if n in made}
 
 
-def _declared(placeholder: Node) -> Iterator[tuple[int | None, sympy.Expr]]:
-    """Sizes of an input by dim; an input that is a size itself has no dim."""
-    value = placeholder.meta["val"]
-    if isinstance(value, torch.Tensor):
-        yield from ((d, expression(size)) for d, size in enumerate(value.shape))
-    elif isinstance(value, torch.SymInt):
-        yield None, expression(value)
-
-
-def _linear(size: sympy.Expr) -> Iterator[tuple[sympy.Symbol, int]]:
-    """The symbol of a size and the number added to it, if that is all there is to the size."""
-    if len(size.free_symbols) == 1:
-        (symbol,) = size.free_symbols
-        more = size - symbol
-        if more.is_Integer:
-            yield symbol, int(more)
-
-
-def _tests(facts: Facts) -> list[tuple[list[sympy.Symbol], Callable[..., bool]]]:
-    """What capture assumed about sizes, as functions of the symbols that stand first in each entry."""
-    known = {s for n in facts.nodes if n.op == "placeholder" for _, e in _declared(n) for s, _ in _linear(e)}
-    found = []
-    for guard in facts.guards:
-        symbols = sorted(guard.free_symbols, key=str)
-        if symbols and known.issuperset(symbols):
-            found.append((symbols, sympy.lambdify(symbols, guard)))
-    return found
+def _kept_in(store: Store | None) -> Any:
+    """What is saved meanwhile lies in a store."""
+    if store is None:
+        return contextlib.nullcontext()
+    store.begin()
+    return torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack)
 
 
 def attribute(facts: Facts, node: Node) -> Any:
@@ -258,7 +287,7 @@ def _runners(facts: Facts, options: Options) -> list[Any]:
             continue
         programs = shared.get(segment.signature)
         if programs is None:
-            programs = shared[segment.signature] = SegmentPrograms(facts, segment, options.body)
+            programs = shared[segment.signature] = SegmentPrograms(facts, segment, options.body, options.save)
         rows = options.rows if segment.mixings else options.loss_chunk
         runners.append(SegmentRunner(facts, segment, programs, rows))
     return runners

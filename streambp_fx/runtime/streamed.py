@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -29,6 +30,7 @@ class Step:
     full: frozenset[Node]
     seed: int
     owned: OwnedBuffers
+    training: bool = True
     chunk: int | None = None  # rows of a chunk, where they are chosen for the step
 
     def resolve(self, size: sympy.Expr) -> int:
@@ -71,6 +73,11 @@ class SegmentRunner:
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=dtype, device=like.device)
 
+    def _unwritten(self, node: Node, step: Step, like: Tensor) -> Tensor:
+        """A stand-in for a value that nobody reads: its shape, without its memory."""
+        shape = [step.resolve(s) for s in shape_of(node)]
+        return torch.empty((), dtype=tensors_of(node)[0].dtype, device=like.device).expand(shape)
+
     def is_full(self, step: Step) -> bool:
         return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
 
@@ -111,6 +118,8 @@ class SegmentRunner:
         if kind in ("joint", "loss"):
             pairs = zip(self.diff_outputs, given.cotangents, strict=True)
             args += [self.rows_of(n, v, extent, step) for n, v in pairs]
+        if kind in ("joint", "states") and given.kept:
+            args += given.kept[index]
         if kind in ("joint", "loss", "state_joint"):
             args += given.accumulators
         return self.program(kind, extent, step, args).run(*args)
@@ -169,16 +178,20 @@ class SegmentRunner:
     def new_states(self, step: Step, like: Tensor, zero: bool = False) -> list[Tensor]:
         return [self.allocate(s.node, step, like, zero) for s in self.programs.states.values()]
 
-    def forward(self, step: Step, given: Values, like: Tensor) -> list[Tensor]:
-        given.states = self.new_states(step, like)
+    def forward(self, step: Step, given: Values, like: Tensor, unread: bool = False) -> list[Tensor]:
+        if unread:
+            return [self._unwritten(n, step, like) for n in self.segment.outputs]
         outputs = [self.allocate(n, step, like) for n in self.segment.outputs]
+        given.states = self.new_states(step, like)
         extents = self.extents(step, self.chunk)
         if self.is_full(step):
             self.fill_states(step, given, extents)
         for index, extent in enumerate(extents):
             values = self.call("forward", extent, step, index, given)
-            for node, buffer, value in zip(self.segment.outputs, outputs, values, strict=True):
+            for node, buffer, value in zip(self.segment.outputs, outputs, values, strict=False):
                 self.write(node, buffer, extent, step, value)
+            if step.training:
+                given.kept.append(values[len(outputs) :])
             del values
         given.states = []
         return outputs
@@ -233,18 +246,26 @@ class Values:
     gradients: list[Tensor] = ()  # type: ignore[assignment]
     cotangents: list[Tensor] = ()  # type: ignore[assignment]
     accumulators: list[Tensor] = ()  # type: ignore[assignment]
+    kept: list[list[Tensor]] = field(default_factory=list)  # of each chunk, see `passes.policy`
 
 
 class StreamedSegment(torch.autograd.Function):
-    """Autograd function of one streamed segment: keeps its inputs, nothing else."""
+    """Autograd function of one streamed segment: keeps its inputs, and what the policy adds to them."""
 
     @staticmethod
-    def forward(ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], *tensors: Tensor) -> tuple:
+    def forward(
+        ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], unread: bool, *tensors: Tensor
+    ) -> tuple:
+        """
+        Args:
+            unread: a second forward for the sake of what is saved; the outputs need not hold anything.
+        """
         count = len(runner.segment.rows)
         values = Values(list(tensors[:count]), list(tensors[count:]), whole)
         ctx.runner, ctx.step, ctx.count, ctx.inputs = runner, step, count, len(tensors)
-        ctx.save_for_backward(*tensors, *whole)
-        outputs = tuple(runner.forward(step, values, tensors[0]))
+        outputs = tuple(runner.forward(step, values, tensors[0], unread))
+        ctx.whole, ctx.chunks = len(whole), len(values.kept)
+        ctx.save_for_backward(*tensors, *whole, *itertools.chain(*values.kept))
         if runner.needs_grad:
             runner.prepare_backward(step)
         ctx.set_materialize_grads(False)
@@ -265,12 +286,17 @@ class StreamedSegment(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple:
         runner, step = ctx.runner, ctx.step
-        saved, whole = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
-        values = Values(list(saved[: ctx.count]), list(saved[ctx.count :]), whole)
+        tensors = iter(ctx.saved_tensors)
+        saved, whole = (list(itertools.islice(tensors, n)) for n in (ctx.inputs, ctx.whole))
+        values = Values(saved[: ctx.count], saved[ctx.count :], whole)
+        kept = list(tensors)
+        if kept:
+            each = len(kept) // ctx.chunks
+            values.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
         by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
         given = [by_node[n] for n in runner.diff_outputs]
         if all(g is None for g in given):
-            return (None,) * (3 + len(saved))
+            return (None,) * (4 + len(saved))
         reuse = _can_reuse(runner, step, given)
         values.cotangents = [
             runner.allocate(n, step, saved[0], zero=True) if g is None else g
@@ -284,7 +310,7 @@ class StreamedSegment(torch.autograd.Function):
         found = dict(zip(runner.diff_rows, rows, strict=True))
         found.update(zip(runner.diff_constants, values.accumulators, strict=True))
         inputs = (*runner.segment.rows, *runner.segment.constants)
-        return (None, None, None, *(found.get(n) for n in inputs))
+        return (None, None, None, None, *(found.get(n) for n in inputs))
 
 
 def _can_reuse(runner: SegmentRunner, step: Step, cotangents: list[Tensor | None]) -> bool:

@@ -1,0 +1,99 @@
+"""policy: what is kept from the forward to the backward, and where it lies meanwhile.
+
+By default a segment keeps its streamed inputs and nothing else. Three choices change that, each on its own:
+
+    save     "attention" also keeps what attention has computed, its output and log-sum-exp. The backward
+             then computes no attention again: the part of the recompute that grows with the square of the
+             length.
+    every    k: only every k-th segment keeps its inputs; those between are computed again, together, before
+             their backward. Less memory, one forward more.
+    offload  "host" or "disk": what is kept lies there between forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from .attention import flash_applies
+from .chunk import ChunkProgram
+from .ir import Facts, Reach, Segment, tensors_of
+from .rules.contractions import sdpa_arguments
+
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept and where.
+
+    Attributes:
+        save: "inputs", or "attention" for attention outputs and log-sum-exps as well.
+        every: only every k-th segment keeps its inputs.
+        offload: "none", "host" or "disk".
+    """
+
+    save: str = "inputs"
+    every: int = 1
+    offload: str = "none"
+
+    def __str__(self) -> str:
+        what = "inputs and attention outputs" if self.save == "attention" else "inputs"
+        which = f" of every {ordinal(self.every)} segment" if self.every > 1 else ""
+        where = {"none": "", "host": ", in host memory", "disk": ", on disk"}[self.offload]
+        return f"store {what}{which}{where}"
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 11th, 21st."""
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def attention_outputs(facts: Facts, segment: Segment) -> list[Node]:
+    """Attentions of a segment whose output and log-sum-exp can stand in for computing them again.
+
+    They are those whose backward is a kernel that takes both: flash attention over the state, in place.
+    """
+    if not segment.chunked or segment.reach is Reach.FULL:
+        return []
+    program = ChunkProgram(facts, segment, segment.outputs, frozenset())
+    wanted = (m.node for m in segment.mixings if m.node.target is SDPA and m.node in facts.needs_grad)
+    return [n for n in wanted if _by_kernel(program, n)]
+
+
+def _by_kernel(program: ChunkProgram, node: Node) -> bool:
+    call = sdpa_arguments(node)
+    query, key, value = (tensors_of(call[k])[0] for k in ("query", "key", "value"))
+    single = all(len(program.sources(call[k])) == 1 for k in ("key", "value"))
+    alone = single and all(program.readers.get(program.sources(call[k])[0]) == 1 for k in ("key", "value"))
+    return alone and call["dropout_p"] == 0.0 and flash_applies(query, key, value)
+
+
+def row_bytes_of_attention(node: Node) -> tuple[int, int]:
+    """Bytes of an attention's output, and of its log-sum-exp, for one row of the batch."""
+    value = tensors_of(node)[0]
+    heads, size = int(value.shape[1]), int(value.shape[3])
+    sums = torch.float64 if value.dtype == torch.float64 else torch.float32
+    return heads * size * value.element_size(), heads * sums.itemsize
+
+
+def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
+    """The segments in order, those that keep their inputs together in one group.
+
+    A group is a run of up to `every` neighbouring segments that read along the sequence.
+    """
+    found: list[list[Segment]] = []
+    for segment in facts.segments:
+        joins = found and all(_in_groups(s) for s in (found[-1][-1], segment))
+        if joins and len(found[-1]) < policy.every:
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return found
+
+
+def _in_groups(segment: Segment) -> bool:
+    return bool(segment.mixings)

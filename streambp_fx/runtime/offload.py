@@ -1,0 +1,225 @@
+"""Where saved tensors lie between forward and backward: host memory or disk instead of the device.
+
+A store is a pair of hooks on what autograd saves (`torch.autograd.graph.saved_tensors_hooks`), so a tensor is
+given up and comes back when autograd would have kept and used it, and is gone when autograd drops it.
+Transfers run beside the computation. At most the tensors of two segments are on their way at once: writing
+waits for the segment before the last, and reading begins one segment ahead.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OffloadError
+
+
+class Stored:
+    """A tensor that lies elsewhere.
+
+    Attributes:
+        group: number of the segment that saved it.
+        like: its shape, strides, dtype and device.
+        place: where it lies, as the store has it.
+        arriving: the transfer back, while it is under way.
+        asked: it was begun once; what is not asked for again is not fetched again.
+    """
+
+    def __init__(self, group: int, tensor: Tensor) -> None:
+        self.group = group
+        self.like = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        self.place: Any = None
+        self.arriving: Any = None
+        self.asked = False
+
+
+class Store:
+    """What both places share: which tensors go, and in which order they are fetched.
+
+    Args:
+        resident: tensors that stay, such as parameters and what all segments read.
+    """
+
+    def __init__(self, resident: Iterable[Tensor]) -> None:
+        self.resident = {t.untyped_storage()._cdata for t in resident}
+        self.groups: list[list[weakref.ref[Stored]]] = []
+
+    def begin(self) -> None:
+        """The next segment begins; waits until what the one before the last saved has left."""
+        self.groups.append([])
+        self.settle(len(self.groups) - 3)
+
+    def finish(self) -> None:
+        """The loss head begins, where memory is scarcest: waits until all has left."""
+        self.settle(len(self.groups))
+
+    def pack(self, tensor: Tensor) -> Tensor | Stored:
+        """What autograd keeps for a tensor."""
+        if tensor.untyped_storage()._cdata in self.resident or not tensor.numel():
+            return tensor
+        stored = Stored(len(self.groups) - 1, tensor)
+        self.send(stored, tensor)
+        self.groups[-1].append(weakref.ref(stored))
+        return stored
+
+    def unpack(self, packed: Tensor | Stored) -> Tensor:
+        """The tensor again. What the segment before saved begins to come back as well."""
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.arriving is None:
+            self._ask(packed)
+        for stored in (*self._unasked(packed.group), *self._unasked(packed.group - 1)):
+            self._ask(stored)
+        arriving, packed.arriving = packed.arriving, None
+        return self.receive(arriving)
+
+    def _ask(self, stored: Stored) -> None:
+        stored.arriving, stored.asked = self.fetch(stored), True
+
+    def _unasked(self, group: int) -> list[Stored]:
+        found = (r() for r in self.groups[group]) if group >= 0 else ()
+        return [s for s in found if s is not None and not s.asked]
+
+    def settle(self, group: int) -> None:
+        """Wait until what this segment and those before it saved has left."""
+        raise NotImplementedError
+
+    def send(self, stored: Stored, tensor: Tensor) -> None:
+        """Begin to move a tensor away; it is not changed meanwhile."""
+        raise NotImplementedError
+
+    def fetch(self, stored: Stored) -> Any:
+        """Begin to bring a tensor back."""
+        raise NotImplementedError
+
+    def receive(self, arriving: Any) -> Tensor:
+        """The tensor that `fetch` brings, once it is there."""
+        raise NotImplementedError
+
+
+class DiskStore(Store):
+    """A temporary file without a name, in the folder that TMPDIR names; one thread writes and reads it."""
+
+    def __init__(self, resident: Iterable[Tensor]) -> None:
+        super().__init__(resident)
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self.end = 0
+        self.worker = ThreadPoolExecutor(1, "streambp-offload")
+        self.leaving: list[tuple[int, Future]] = []
+
+    def settle(self, group: int) -> None:
+        while self.leaving and self.leaving[0][0] <= group:
+            _result(self.leaving.pop(0)[1])
+
+    def send(self, stored: Stored, tensor: Tensor) -> None:
+        flat = _flat(tensor.cpu())
+        stored.place = (self.end, flat.nbytes, flat.numel() == tensor.numel() and _is_dense(tensor))
+        self.end += flat.nbytes
+        self.leaving.append((stored.group, self.worker.submit(self._write, flat, stored.place[0])))
+
+    def fetch(self, stored: Stored) -> Future:
+        return self.worker.submit(self._read, stored)
+
+    def receive(self, arriving: Future) -> Tensor:
+        self.settle(len(self.groups))
+        return _result(arriving)
+
+    def _write(self, flat: Tensor, offset: int) -> None:
+        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while data:
+            count = os.pwrite(self.file.fileno(), data, offset)
+            data, offset = data[count:], offset + count
+
+    def _read(self, stored: Stored) -> Tensor:
+        offset, count, dense = stored.place
+        shape, stride, dtype, device = stored.like
+        flat = torch.empty(count, dtype=torch.uint8)
+        data = memoryview(flat.numpy())  # type: ignore[arg-type]
+        while data:
+            got = os.preadv(self.file.fileno(), [data], offset)
+            if got == 0:
+                raise OSError("the file of offloaded tensors is shorter than what was written")
+            data, offset = data[got:], offset + got
+        values = flat.view(dtype)
+        whole = values.as_strided(shape, stride) if dense else values.view(shape)
+        return whole.to(device)
+
+
+class HostStore(Store):
+    """Host memory, for a device that has its own: pinned buffers and a stream beside the computation.
+
+    The transfers are PyTorch's ops for it (`torch._functorch._activation_offloading`).
+    """
+
+    def __init__(self, resident: Iterable[Tensor]) -> None:
+        super().__init__(resident)
+        try:
+            from torch._functorch._activation_offloading import offload_ops
+        except ImportError as error:
+            raise OffloadError(
+                f'offload="host" needs the offload ops of PyTorch 2.12 or later; this is {torch.__version__}'
+            ) from error
+        self.ops = offload_ops
+        self.leaving: list[tuple[int, Tensor, Tensor]] = []
+
+    def settle(self, group: int) -> None:
+        while self.leaving and self.leaving[0][0] <= group:
+            self.ops.wait_tensor(self.leaving.pop(0)[1])  # only then is the tensor on the device let go
+
+    def send(self, stored: Stored, tensor: Tensor) -> None:
+        stored.place = self.ops.offload(tensor)
+        self.leaving.append((stored.group, stored.place, tensor))
+
+    def fetch(self, stored: Stored) -> Tensor:
+        self.settle(len(self.groups))
+        shape, stride, _, device = stored.like
+        return self.ops.reload(stored.place, device, list(shape), list(stride))
+
+    def receive(self, arriving: Tensor) -> Tensor:
+        return self.ops.wait_tensor(arriving)
+
+
+def store_for(place: str, device: torch.device, resident: Iterable[Tensor]) -> Store | None:
+    """The store of a policy; None where nothing is to be moved: the CPU's memory is host memory.
+
+    Raises:
+        OffloadError: this PyTorch cannot, or no temporary file can be made.
+    """
+    if place == "disk":
+        try:
+            return DiskStore(resident)
+        except OSError as error:
+            raise OffloadError(f'offload="disk": no temporary file can be made ({error})') from error
+    return HostStore(resident) if place == "host" and device.type != "cpu" else None
+
+
+def _result(future: Future) -> Any:
+    try:
+        return future.result()
+    except OSError as error:
+        raise OffloadError(
+            f'offload="disk": {error}. Make room, or name another folder in TMPDIR; the step has no gradients'
+        ) from error
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the elements fill one piece of memory, in whatever order of dims."""
+    return torch._debug_has_internal_overlap(tensor) == 0 and _extent(tensor) == tensor.numel()
+
+
+def _extent(tensor: Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements as one dim: in memory order if the tensor is dense, else in order of its dims."""
+    if _is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().view(-1)

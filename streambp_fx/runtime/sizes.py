@@ -1,0 +1,70 @@
+"""The sizes of a call: read from its inputs, and tested against what capture assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..passes.ir import Facts, expression
+
+
+def size_places(facts: Facts) -> list[tuple[int, int | None, sympy.Symbol, int]]:
+    """Where the size symbols of a graph stand in its inputs: (position, dim, symbol, number added to it)."""
+    placeholders = [n for n in facts.nodes if n.op == "placeholder"]
+    return [
+        (k, dim, symbol, more)
+        for k, n in enumerate(placeholders)
+        for dim, size in _declared(n)
+        for symbol, more in _linear(size)
+    ]
+
+
+def read_sizes(places: list, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """The value of each size symbol, from the graph's inputs.
+
+    Raises:
+        ValueError: inputs that share a symbol have different sizes.
+    """
+    sizes: dict[sympy.Symbol, int] = {}
+    for position, dim, symbol, more in places:
+        value = inputs[position] if dim is None else inputs[position].shape[dim]
+        found = int(value) - more
+        if sizes.setdefault(symbol, found) != found:
+            raise ValueError(
+                f"the inputs have different sequence lengths, {sizes[symbol]} and {found}; "
+                "a streamed model takes them to be equal"
+            )
+    return sizes
+
+
+def _declared(placeholder: Node) -> Iterator[tuple[int | None, sympy.Expr]]:
+    """Sizes of an input by dim; an input that is a size itself has no dim."""
+    value = placeholder.meta["val"]
+    if isinstance(value, torch.Tensor):
+        yield from ((d, expression(size)) for d, size in enumerate(value.shape))
+    elif isinstance(value, torch.SymInt):
+        yield None, expression(value)
+
+
+def _linear(size: sympy.Expr) -> Iterator[tuple[sympy.Symbol, int]]:
+    """The symbol of a size and the number added to it, if that is all there is to the size."""
+    if len(size.free_symbols) == 1:
+        (symbol,) = size.free_symbols
+        more = size - symbol
+        if more.is_Integer:
+            yield symbol, int(more)
+
+
+def tests_of_sizes(facts: Facts) -> list[tuple[list[sympy.Symbol], Callable[..., bool]]]:
+    """What capture assumed about sizes, as functions of the symbols that stand first in each entry."""
+    known = {s for n in facts.nodes if n.op == "placeholder" for _, e in _declared(n) for s, _ in _linear(e)}
+    found = []
+    for guard in facts.guards:
+        symbols = sorted(guard.free_symbols, key=str)
+        if symbols and known.issuperset(symbols):
+            found.append((symbols, sympy.lambdify(symbols, guard)))
+    return found
