@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -43,7 +44,7 @@ class ProgramCost:
     ops: Counter[str]
     kept: sympy.Expr | None = None
 
-    @property
+    @cached_property
     def peak(self) -> sympy.Expr:
         """Bytes over the inputs, as one expression."""
         return sympy.Max(sympy.S.Zero, *self.peaks)

@@ -46,6 +46,18 @@ class Policy:
         return f"store {what}{which}{where}"
 
 
+def candidates(policy: Policy) -> list[Policy]:
+    """What `policy="auto"` tries, from the least work to the least memory.
+
+    Args:
+        policy: its `offload` is where what is kept may go as well. A transfer beside the computation is
+            cheaper than computing again, and dearer than none.
+    """
+    places = dict.fromkeys(("none", policy.offload))
+    found = [Policy(save, 1, place) for place in places for save in ("attention", "inputs")]
+    return found + [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
+
+
 def ordinal(number: int) -> str:
     """2nd, 3rd, 11th, 21st."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")

@@ -153,6 +153,10 @@ class SegmentPrograms:
         shared = self.diff_outputs and not extent.full
         return "joint" if shared and kind in ("forward", "states") else kind
 
+    def reads_kept(self, kind: str) -> bool:
+        """True if a program takes what was kept of attention (state rows need it only if chained)."""
+        return bool(self.keep) and (kind == "joint" or (kind == "states" and self.segment.chained))
+
     def _lower(self, kind: str, source: str, traced: Traced) -> Lowered:
         slots, outputs = self.slots(kind), _outputs(traced.module)
         names = input_names(slots)
@@ -160,7 +164,7 @@ class SegmentPrograms:
         if source == "joint":
             first = traced.values + traced.kept
             kinds = {"forward": outputs[:first], "states": [], "joint": outputs[first:], "loss": outputs}
-            given = outputs[traced.values : first] if kind in ("states", "joint") else []
+            given = outputs[traced.values : first] if self.reads_kept(kind) else []
             place = len(names) - len(slots.accumulators)
             names[place:place] = [f"saved_{k}" for k in range(len(given))]
             fakes[place:place] = [n.meta["val"] for n in given]

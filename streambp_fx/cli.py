@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from .options import CHOICES
+
 
 def _at_least(minimum: int) -> Callable[[str], int]:
     """An argument type: an int that is not below `minimum`."""
@@ -153,6 +155,13 @@ def _add_step_without_weights(command: argparse.ArgumentParser, length_required:
         "--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head"
     )
     command.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
+    command.add_argument("--save", default="inputs", choices=CHOICES["save"], help="what a layer keeps")
+    command.add_argument(
+        "--every", type=_at_least(1), default=1, metavar="K", help="every K-th layer keeps it"
+    )
+    command.add_argument(
+        "--offload", default="none", choices=CHOICES["offload"], help="where it lies meanwhile"
+    )
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
@@ -168,6 +177,12 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
     )
+    plan.add_argument(
+        "--policy",
+        default="given",
+        choices=CHOICES["policy"],
+        help="auto: choose --save and --every so that it fits",
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(handler=_plan)
 
@@ -178,7 +193,8 @@ def _plan(args: argparse.Namespace) -> int:
 
     sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
     weights = {"dtype": args.dtype, "lora_rank": args.lora_rank, "optimizer": args.optimizer}
-    print_plan(plan(args.model, args.seq_len, args.memory, **sizes, **weights), args.json)
+    stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
+    print_plan(plan(args.model, args.seq_len, args.memory, **sizes, **weights, **stored), args.json)
     return 0
 
 

@@ -7,7 +7,7 @@ is an expression in the sequence length, the batch size and the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -23,36 +23,27 @@ from .ledger import (
     KEPT,
     LOSS,
     LOSS_CHUNK,
-    LOW,
     OUTPUTS,
     PARAMETERS,
-    PREFIX,
-    ROWS,
     STATE,
     STATE_GRADIENTS,
     STORED,
     TOKENS,
-    TOTAL,
     Ledger,
     Moment,
     Sizes,
 )
 from .options import Options
-from .passes.cost import ProgramCost, largest, program_cost
+from .passes.cost import ProgramCost, largest
 from .passes.extract import Subgraph
-from .passes.footprints import mask_facts
-from .passes.inputs import Extent
 from .passes.ir import Facts, Segment, shape_of, tensors_of
-from .passes.joint import joint_program
-from .passes.policy import attention_outputs, row_bytes_of_attention
+from .passes.policy import Policy, attention_outputs, row_bytes_of_attention
+from .program_costs import ProgramCosts
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
 
-# Two chunks of this many rows stand for "a chunk with a prefix" when programs are traced for an expression.
-SAMPLE = 64
 
-
-class StepCost:
+class StepCost(ProgramCosts):
     """Cost of one training step of a schedule.
 
     Args:
@@ -62,9 +53,8 @@ class StepCost:
     """
 
     def __init__(self, facts: Facts, options: Options, executor: Executor | None = None) -> None:
-        self.facts, self.options = facts, options
-        self.executor = Executor(facts, options) if executor is None else executor
-        self.plain = _unpadded(self.executor)
+        super().__init__(facts, Executor(facts, options) if executor is None else executor)
+        self.options = options
         self.first_use: dict[Node, int] = {}
         for segment in reversed(facts.segments):
             for node in (*segment.rows, *segment.constants, *segment.whole):
@@ -73,8 +63,13 @@ class StepCost:
         self.elsewhere: dict[Any, tuple[str, Any]] = {}
         on_cpu = all(v.device.type == "cpu" for n in facts.parameters for v in tensors_of(n))
         self.on_host = on_cpu and not facts.placeless
-        self._programs: dict[Any, ProgramCost] = {}
-        self._numbers: dict[sympy.Expr, Callable[..., Any]] = {}
+
+    def storing(self, policy: Policy) -> StepCost:
+        """The cost with another memory policy; what both have in common is not counted again."""
+        options = self.options.storing(policy)
+        other = StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs))
+        other._programs, other._numbers = self._programs, self._numbers
+        return other
 
     # ---- the step
 
@@ -151,13 +146,17 @@ class StepCost:
 
     def _hold_kept(self, ledger: Ledger, segment: Segment, sizes: Sizes, rows: Any) -> None:
         """What is kept of attention for the first `rows` rows."""
+        size = self._kept_row(segment)
+        if size != 0:
+            ledger.hold(("kept", segment.index), KEPT, self.value(size, sizes) * rows)
+
+    def _kept_row(self, segment: Segment) -> sympy.Expr:
+        """Bytes a row of the sequence that are kept of attention."""
         if segment.index not in self.kept_rows:
             nodes = attention_outputs(self.facts, segment) if self.options.save == "attention" else []
             each = (shape_of(n)[0] * sum(row_bytes_of_attention(n)) for n in nodes)
             self.kept_rows[segment.index] = sum(each, sympy.S.Zero)
-        size = self.kept_rows[segment.index]
-        if size != 0:
-            ledger.hold(("kept", segment.index), KEPT, self.value(size, sizes) * rows)
+        return self.kept_rows[segment.index]
 
     # ---- the memory policy, see `passes.policy`
 
@@ -168,13 +167,17 @@ class StepCost:
             ledger.drop(*(("value", n) for s in group for n in s.outputs if n not in seen))
             ledger.drop(*(("kept", s.index) for s in group))
 
-    def _kept_by(self, number: int) -> list[Any]:
+    def _kept_by(self, number: int) -> list[tuple[str, Any]]:
         """Keys of what a group keeps, except what a later one keeps as well."""
-        group = self.executor.groups[number]
-        later = {n for g in self.executor.groups[number + 1 :] for s in g for n in s.rows}
-        return [("value", n) for s in group for n in s.rows if n not in later] + [
-            ("kept", s.index) for s in group
-        ]
+        groups = self.executor.groups if self.executor.one_sweep is None else self.executor.groups[:-1]
+        if number >= len(groups):
+            return []
+        group = groups[number]
+        besides = {n for g in groups[number + 1 :] for s in g for n in s.rows}
+        besides |= {n for s in group for n in s.outputs}
+        rows = (n for s in group for n in s.rows if n not in besides and n.op != "placeholder")
+        kept = [("kept", s.index) for s in group if len(group) == 1]
+        return [*(("value", n) for n in dict.fromkeys(rows)), *kept]
 
     def _leave(self, ledger: Ledger, number: int) -> None:
         """What a group keeps has left the device: while the next runs, it is on its way."""
@@ -197,11 +200,13 @@ class StepCost:
 
     def offloaded(self, sizes: Sizes) -> Any:
         """Bytes that lie in host memory or on disk at the end of the forward."""
-        ledger = Ledger()
-        for _ in self._forward(ledger, sizes):
-            pass
-        left, self.elsewhere = self.elsewhere, {}
-        return sum(size for _, size in left.values())
+        groups = range(len(self.executor.groups)) if self.leaves else ()
+        return sum(self._kept_bytes(*key, sizes) for number in groups for key in self._kept_by(number))
+
+    def _kept_bytes(self, kind: str, of: Any, sizes: Sizes) -> Any:
+        if kind == "value":
+            return self.bytes_of(of, sizes)
+        return self.value(self._kept_row(self.facts.segments[of]), sizes) * sizes.tokens
 
     def _loss(
         self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: SegmentRunner
@@ -302,22 +307,17 @@ class StepCost:
 
     # ---- one segment
 
-    def states_of(self, runner: Any) -> list[Node]:
-        if isinstance(runner, Subgraph):
-            return []
-        return [s.node for s in runner.programs.states.values()]
-
     def _calls(
         self, phase: str, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any, kind: str
     ) -> Iterator[Moment]:
         if isinstance(runner, Subgraph):
             yield self._moment(phase, ledger, sizes, segment, None, self.whole_cost(segment, False), "whole")
             return
-        extents = list(enumerate(self._extents(runner, sizes)))
+        extents = list(enumerate(self.extents(runner, sizes)))
         for index, extent in reversed(extents) if kind == "joint" else extents:
             if kind == "forward":
                 self._hold_kept(ledger, segment, sizes, extent.start)
-            cost = self._program(runner, kind, extent, sizes)
+            cost = self.program(runner, kind, extent, sizes)
             yield self._moment(phase, ledger, sizes, segment, (index, extent), cost, kind)
 
     def _moment(
@@ -336,108 +336,12 @@ class StepCost:
         held = ledger.bytes((cause, peak))
         return Moment(phase, segment.index, index, kind, held, self.value(cost.flops, sizes, extent))
 
-    def _extents(self, runner: SegmentRunner, sizes: Sizes) -> list[Any]:
-        rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
-        if not sizes.symbolic:
-            return runner.extents_of(sizes.tokens, rows)
-        total = sizes.tokens - runner.segment.removed
-        prefix = total - rows if runner.segment.mixings else 0
-        window = runner.segment.window
-        low = 0 if runner.segment.mixings else total - rows
-        if window is not None:
-            prefix = int(window) - 1
-            low = total - rows - prefix
-        return [Extent(rows, prefix, low, total, runner.segment.reach.name == "FULL")]
-
-    def _program(self, runner: SegmentRunner, kind: str, extent: Extent, sizes: Sizes) -> ProgramCost:
-        plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
-        numbers = extent
-        if sizes.symbolic:
-            window = runner.segment.window
-            prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
-            numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
-        own = numbers.own() if kind == "states" and extent.full and not runner.segment.chained else numbers
-        key = (id(runner.programs), kind, plain, own.pattern)
-        if key not in self._programs:
-            self._programs[key] = _cost_of(runner, self.facts, kind, plain, own)
-        return self._programs[key]
-
-    def whole_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
-        """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
-        key = ("whole", segment.signature, backward)
-        if key not in self._programs:
-            module, values = joint_program(self.facts, self.executor.runners[segment.index], backward)
-            names = {self.facts.sequence: TOKENS} if self.facts.sequence is not None else {}
-            self._programs[key] = program_cost(module, names, values)
-        return self._programs[key]
-
-    def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
-        """Cost of a segment's forward and VJP, or of its forward, over the whole sequence at once: eager."""
-        runner = self.executor.runners[segment.index]
-        if isinstance(runner, Subgraph):
-            return self.whole_cost(segment, backward)
-        key = (id(runner.programs), "at once", backward)
-        if key not in self._programs:
-            programs = runner.programs
-            extent = Extent(SAMPLE, 0, 0, SAMPLE, segment.reach.name == "FULL")
-            plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
-            kind = "joint" if backward else "forward"
-            traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
-            names = _names(runner, traced.guards.names)
-            names = {k: TOKENS if name is ROWS else name for k, name in names.items()}
-            self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
-        return self._programs[key]
-
-    # ---- sizes
-
-    def bytes_of(self, node: Node, sizes: Sizes) -> Any:
-        value = tensors_of(node)[0]
-        return self.value(sympy.Mul(*shape_of(node)) * value.element_size(), sizes)
-
-    def value(self, size: sympy.Expr, sizes: Sizes, extent: Any = None) -> Any:
-        """A size of the graph or of a program, as a number or in the symbols of the step."""
-        env = {self.facts.sequence: sizes.tokens, TOKENS: sizes.tokens, **sizes.others}
-        if extent is not None:
-            env |= {ROWS: extent.rows, PREFIX: extent.prefix, LOW: extent.low, TOTAL: extent.total}
-        if sizes.symbolic:
-            return size.subs(env) if not size.is_Integer else size
-        function = self._numbers.get(size)
-        symbols = sorted(size.free_symbols, key=str)
-        if function is None:
-            function = self._numbers[size] = sympy.lambdify(symbols, size, "math")
-        return int(function(*(env[s] for s in symbols)))
-
 
 def _without_max(total: sympy.Expr) -> list[sympy.Expr]:
     """The sums of which a sum with maxima in it is the largest."""
     for part in total.atoms(sympy.Max):
         return [t for choice in part.args for t in _without_max(total.subs(part, choice))]
     return [total]
-
-
-def _cost_of(
-    runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Node], extent: Extent
-) -> ProgramCost:
-    lowered = runner.programs.get(kind, plain, extent, _numbers(facts, runner, extent))
-    return program_cost(lowered.module, _names(runner, lowered.sizes))
-
-
-def _numbers(facts: Facts, runner: SegmentRunner, extent: Extent) -> list[Any]:
-    """The numbers at the front of a program's inputs."""
-    return [*extent.sizes, 0, *(facts.values.get(s, 2) for s in runner.programs.symbols)]
-
-
-def _names(runner: SegmentRunner, sizes: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, sympy.Expr]:
-    """What the size symbols of a program are called here."""
-    known = {"rows": ROWS, "prefix": PREFIX, "low": LOW, "total": TOTAL}
-    known |= {str(s): s for s in runner.programs.symbols}
-    return {symbol: known[name] for symbol, name in sizes.items() if name in known}
-
-
-def _unpadded(executor: Executor) -> frozenset[Node]:
-    """Masks of which nothing but causality is left where no token is padding."""
-    found = ((m, mask_facts(executor.facts, m)) for m in executor.masks)
-    return frozenset(m for m, known in found if known.plain_without_data and not known.has_bias)
 
 
 def _storage(node: Node) -> int:

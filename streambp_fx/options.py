@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .passes.policy import Policy
@@ -20,6 +20,7 @@ CHOICES = {
     "logits": ("drop", "lazy", "keep"),
     "save": ("inputs", "attention"),
     "offload": ("none", "host", "disk"),
+    "policy": ("given", "auto"),
     "body": ("eager", "inductor"),
     "on_error": ("raise", "eager"),
 }
@@ -43,6 +44,8 @@ class Options:
         every: only every k-th layer keeps its inputs; those between are computed again first.
         offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
             memory, for models on a GPU) or "disk".
+        policy: "given" (by `save`, `every` and `offload`), or "auto": those of them are chosen that fit
+            `memory` with the least work; `offload` then is where things may go, and the others are not given.
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
         on_error: what an internal error of the compiler leads to: "raise" (`CompileError`) or "eager" (a
             warning, and the graph runs unstreamed).
@@ -56,6 +59,7 @@ class Options:
     save: str = "inputs"
     every: int = 1
     offload: str = "none"
+    policy: str = "given"
     body: str = "eager"
     on_error: str = "raise"
 
@@ -70,6 +74,8 @@ class Options:
             if getattr(self, name) not in allowed:
                 values = ", ".join(f'"{v}"' for v in allowed)
                 raise ValueError(f"{name} must be one of {values}, not {getattr(self, name)!r}")
+        if self.policy == "auto" and (self.save, self.every) != ("inputs", 1):
+            raise ValueError('policy="auto" chooses save and every itself: give the one or the others')
         _names_to_dims("seq_dim", self.seq_dim)
 
     @property
@@ -78,9 +84,14 @@ class Options:
         return None if self.memory is None else parse_bytes(self.memory)
 
     @property
-    def policy(self) -> Policy:
+    def stored(self) -> Policy:
         """What is kept for the backward, and where."""
         return Policy(self.save, self.every, self.offload)
+
+    def storing(self, policy: Policy) -> Options:
+        """The same options with this policy."""
+        fields = {"save": policy.save, "every": policy.every, "offload": policy.offload}
+        return replace(self, policy="given", **fields)
 
     @property
     def rows(self) -> int:

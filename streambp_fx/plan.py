@@ -20,6 +20,7 @@ from .errors import PlanError
 from .explain import explain
 from .ledger import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
 from .options import CHUNK_SIZES, Options
+from .passes.policy import Policy, candidates
 from .units import parse_bytes
 
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
@@ -28,8 +29,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 LONGEST = 2**31
 # A sequence for the capture; what is found holds for all lengths.
 SAMPLE_TOKENS = 4096
-#: What memory is stored for the backward. There is one policy so far.
-POLICY = "store inputs"
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,12 @@ class Plan:
         max_seq_len: the longest sequence that fits, tokens; None without a budget.
         batch_size: sequences.
         chunk, loss_chunk: rows of a chunk.
-        policy: what is stored for the backward.
+        policy: what is stored for the backward, and where.
         memory_bytes: the budget, or None.
         weights_bytes, gradients_bytes, optimizer_bytes: held all the time.
         activation_peak_bytes: peak over those, by the cost model of the schedule.
         peak_bytes: all of it.
+        offloaded_bytes: what lies in host memory or on disk meanwhile.
         by_cause: the activations at their peak, by cause.
         flops: floating-point operations of one step, products and attention only.
         recompute_factor: those against the eager step's.
@@ -72,6 +72,7 @@ class Plan:
     optimizer_bytes: int
     activation_peak_bytes: int
     peak_bytes: int
+    offloaded_bytes: int
     by_cause: dict[str, int]
     flops: int
     recompute_factor: float
@@ -148,18 +149,34 @@ class Planner:
         model: a causal language model; weights may be on meta.
         batch_size: sequences in the batch.
         loss_chunk: rows in a chunk of the loss head.
+        stored: the memory policy.
     """
 
-    def __init__(self, model: nn.Module, batch_size: int = 1, loss_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_size: int = 1,
+        loss_chunk: int | None = None,
+        stored: Policy | None = None,
+    ) -> None:
         self.batch_size = batch_size
         self.loss_chunk = Options().loss_chunk if loss_chunk is None else loss_chunk
         options: dict[str, Any] = {"chunk": SAMPLE_TOKENS // 4, "loss_chunk": self.loss_chunk}
         schedule = explain(model, SAMPLE_TOKENS, batch_size, **options)
         self.cost = StepCost(schedule.facts, schedule.options)
+        self.use(stored or Policy())
         parameters = list({id(p): p for p in model.parameters()}.values())
         self.weights = sum(p.numel() * p.element_size() for p in (*parameters, *model.buffers()))
         self.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         self.dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
+
+    def use(self, stored: Policy) -> Planner:
+        """Plan with another memory policy from now on."""
+        self.cost = self.cost.storing(stored)
+        self.stored = stored
+        vars(self).pop("expression", None)
+        vars(self).pop("_peak", None)
+        return self
 
     @cached_property
     def expression(self) -> sympy.Expr:
@@ -233,7 +250,7 @@ class Planner:
             batch_size=self.batch_size,
             chunk=rows,
             loss_chunk=self.loss_chunk,
-            policy=POLICY,
+            policy=str(self.stored),
             dtype=self.dtype,
             memory_bytes=None if memory is None else parse_bytes(memory),
             weights_bytes=self.weights,
@@ -241,6 +258,7 @@ class Planner:
             optimizer_bytes=states,
             activation_peak_bytes=peak.total,
             peak_bytes=resident + peak.total,
+            offloaded_bytes=int(self.cost.offloaded(sizes)),
             by_cause={c: int(peak.bytes[c]) for c in CAUSES if c in peak.bytes},
             flops=flops,
             recompute_factor=round(flops / unstreamed.flops(self.cost, sizes), 4),
@@ -275,6 +293,10 @@ def plan(
     dtype: str = "bfloat16",
     lora_rank: int | None = None,
     optimizer: str = "none",
+    save: str = "inputs",
+    every: int = 1,
+    offload: str = "none",
+    policy: str = "given",
 ) -> Plan:
     """What a streamed training step needs, and whether it fits; nothing is run, no weight is allocated.
 
@@ -288,6 +310,8 @@ def plan(
         dtype: of the weights, for a model that is given by name.
         lora_rank: train LoRA adapters of this rank, for a model that is given by name.
         optimizer: one of `OPTIMIZERS`, whose states stay on the device.
+        save, every, offload, policy: the memory policy, see `Options`. With "auto" and a length: the policy
+            with the least work that fits; with "auto" and no length: the one with the longest sequence.
 
     Raises:
         PlanError: the model is unknown, a size is not allowed, or not even one chunk fits.
@@ -302,10 +326,36 @@ def plan(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise PlanError(f"{name} must be an int of at least {least}, not {value!r}")
     _check(seq_len, memory, optimizer)  # before the work
+    try:
+        options = Options(save=save, every=every, offload=offload, policy=policy)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if policy == "auto" and memory is None:
+        raise PlanError('policy="auto" chooses for an amount of memory: give one')
     named = not isinstance(model, nn.Module)
     built = model_on_meta(model, dtype, lora_rank) if named else model  # type: ignore[arg-type]
     title = Path(str(model)).name if named else type(model).__name__
-    return Planner(built, batch_size, loss_chunk).plan(title, seq_len, memory, chunk, optimizer)  # type: ignore[arg-type]
+    planner = Planner(built, batch_size, loss_chunk, options.stored)  # type: ignore[arg-type]
+    if policy == "given":
+        return planner.plan(title, seq_len, memory, chunk, optimizer)
+    return _best(planner, options.stored, (title, seq_len, memory, chunk, optimizer))
+
+
+def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:
+    """The plan of the first policy that fits, or of the one that allows the longest sequence."""
+    plans, refused = [], None
+    for candidate in candidates(stored):
+        try:
+            plans.append(planner.use(candidate).plan(*asked))
+        except PlanError as error:
+            refused = refused or error
+            continue
+        if asked[1] is not None and plans[-1].fits:
+            return plans[-1]
+    if not plans:
+        assert refused is not None
+        raise refused
+    return max(plans, key=lambda p: p.max_seq_len or 0)
 
 
 def _check(seq_len: int | None, memory: str | int | None, optimizer: str) -> None:

@@ -104,7 +104,7 @@ class Schedule:
     @property
     def policy(self) -> Policy:
         """What is kept for the backward, and where."""
-        return self.options.policy
+        return self.options.stored
 
     def state_bytes_per_row(self, segment: ScheduledSegment) -> int:
         """Bytes of the carried state of a segment, a row of the batch (keys and values, say).

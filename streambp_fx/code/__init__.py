@@ -53,6 +53,13 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
     return "\n\n\n".join([head, *_section("Helpers", used), body]) + "\n"
 
 
+def _left_out(options: Options) -> str:
+    """What of the memory policy the text does not do: it keeps all inputs, where they are."""
+    if options.every == 1 and options.offload == "none":
+        return ""
+    return f" Nor does it follow\nthe policy to {options.stored}:\nit keeps what each segment reads."
+
+
 def _section(title: str, texts: list[str]) -> list[str]:
     texts = [t for t in texts if t]
     if not texts:
@@ -81,14 +88,15 @@ Inputs are tensors by name; `parameters` (and `buffers`) are dicts by dotted nam
 Shapes are given in T, the sequence length, and in the rows of a chunk: rows [start, start + rows), columns
 [low, low + columns), of which `prefix` come before the chunk's own rows. The comment above a line is the
 line of the model that it comes from. The runtime frees a value after its last use, and writes gradients over
-buffers that nobody reads any more; this text does neither.
+buffers that nobody reads any more; this text does neither.{policy}
 """
 
 
 def _head(context: Context, options: Options, seq_len: int | None, step: StepCode) -> str:
     why = "" if seq_len is not None else " (the length that it was captured with)"
     result = "outputs" if step.loss is None else "loss"
-    text = HEAD.format(tokens=context.tokens, why=why, result=result, call=", ".join(step.parameters()))
+    given = {"tokens": context.tokens, "why": why, "result": result, "call": ", ".join(step.parameters())}
+    text = HEAD.format(**given, policy=_left_out(options))
     return "\n".join([
         f'"""{text}"""',
         "",

@@ -62,10 +62,18 @@ class SegmentCode:
         self.cotangents = name(runner.diff_outputs, "grad_{}")
         self.row_gradients = name(runner.diff_rows, "grad_{}")
         self.accumulators = name(runner.diff_constants, "grad_{}")
+        # what is kept of each attention: its output and its log-sum-exp
+        keep = [n for n in self.segment.nodes if n in self._kept()]
+        self.saved = name([n for n in keep for _ in range(2)], "kept_{}")
+        self.kept = scope.new("kept") if self.saved else ""
         self.flags = {m: t.name for m in self.masks() if (t := context.plain[m]).answer is None}
         self.variants: dict[tuple[str, bool], list[Variant]] = {}
         for full in self.reaches():
             self._make(full)
+
+    def _kept(self) -> set[Node]:
+        twins = dict(zip(self.programs.segment.nodes, self.segment.nodes, strict=True))
+        return {twins[n] for n in self.programs.keep}
 
     # ---- which programs there are
 
@@ -130,7 +138,8 @@ class SegmentCode:
         if any(v.condition == condition for v in found):
             return
         graph = lowered.module.graph
-        inputs = dict(zip((n for n in graph.nodes if n.op == "placeholder"), self.inputs(kind), strict=True))
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        inputs = dict(zip(placeholders, self.inputs(kind, extent.full), strict=True))
         scope = Scope([*self.context.globals.taken, *inputs.values()])
         body = BodyPrinter(graph, printer, self.context.model, scope, inputs).print()
         found.append(Variant(kind, condition, body))
@@ -177,7 +186,7 @@ class SegmentCode:
         pairs = zip(self.segment.whole, self.whole, strict=True)
         return [(node, name) for node, name in pairs if self.used(name)]
 
-    def inputs(self, kind: str) -> list[str]:
+    def inputs(self, kind: str, full: bool) -> list[str]:
         """Names of a program's inputs, in the order of its slots."""
         slots = self.programs.slots(kind)
         names = [*SIZES, "seed", *(self.context.symbols[s] for s in slots.symbols)]
@@ -186,12 +195,14 @@ class SegmentCode:
             names += self.state_gradients
         if slots.cotangents:
             names += self.cotangents
+        if not full and self.programs.reads_kept(kind):
+            names += self.saved
         return names + (self.accumulators if slots.accumulators else [])
 
     def parameters(self, kind: str, full: bool) -> list[str]:
         """Inputs that some program of a kind reads."""
         bodies = [v.body for v in self.variants[kind, full]]
-        return [n for n in self.inputs(kind) if any(b.reads(n) or b.refused for b in bodies)]
+        return [n for n in self.inputs(kind, full) if any(b.reads(n) or b.refused for b in bodies)]
 
     def chooser(self, kind: str, full: bool) -> str:
         return f"{self.label}_{kind}{'_of_all_rows' if full else ''}_program"

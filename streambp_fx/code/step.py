@@ -255,9 +255,13 @@ class StepCode:
             return
         sweeps = self.sweeps[segment.signature]
         self._refuse_all_rows(segment, sweeps)
-        results = [self._value(n) for n in segment.outputs]
+        results = [self._value(n) for n in segment.outputs] + self._kept(segment, sweeps)
         head = f"{targets(results)} = {self._function(sweeps, 'forward')}("
         self.lines += fold(4, head, self._arguments(segment, sweeps.code), ")")
+
+    def _kept(self, segment: Any, sweeps: Sweeps) -> list[str]:
+        """Where the step keeps what the forward of a segment hands to its backward."""
+        return [f"kept_{segment.index}"] if sweeps.code.saved else []
 
     def _refuse_all_rows(self, segment: Any, sweeps: Sweeps) -> None:
         tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
@@ -331,7 +335,7 @@ class StepCode:
         if not (runner.diff_rows or runner.diff_constants):
             return
         cotangents = [gradients.get(n, "None") for n in runner.diff_outputs]
-        arguments = [*cotangents, *self._arguments(segment, sweeps.code)]
+        arguments = [*cotangents, *self._kept(segment, sweeps), *self._arguments(segment, sweeps.code)]
         self.lines += fold(4, f"found = {self._function(sweeps, 'backward')}(", arguments, ")")
         self._accumulate([*runner.diff_rows, *runner.diff_constants], segment)
 

@@ -42,7 +42,8 @@ class Sweeps:
 
     def parameters(self, cotangents: bool = False) -> list[str]:
         code = self.code
-        names = [*(code.cotangents if cotangents else ()), *code.rows, *code.constants]
+        first = [*code.cotangents, *([code.kept] if code.saved else [])] if cotangents else []
+        names = [*first, *code.rows, *code.constants]
         names += [name for _, name in code.whole_used()]
         seed = ["seed"] if code.seeded else []
         return [*names, *self.context.symbols.values(), *seed, *code.flags.values()]
@@ -99,7 +100,8 @@ class Sweeps:
     def _call(self, kind: str, full: bool, results: list[str]) -> list[str]:
         """Find the program for the chunk and call it."""
         code = self.code
-        values = {n: n for n in code.inputs(kind)}
+        values = {n: n for n in code.inputs(kind, full)}
+        values |= {n: f"{code.kept}[index][{k}]" for k, n in enumerate(code.saved)}
         values["seed"] = "seed + (index << 12)"
         pairs = [
             *zip(code.rows, self.segment.rows, strict=True),
@@ -128,11 +130,14 @@ class Sweeps:
             lines += self._make(name, node, "empty")
         if full and code.states:
             lines += self._fill_states(full)
+        saved = [] if full else code.saved
         results = [f"chunk_{n}" for n in code.outputs]
-        lines += [self._loop(), *self._extent(full, False), *self._call("forward", full, results)]
+        lines += [f"    {code.kept} = []"] if code.saved else []
+        lines += [self._loop(), *self._extent(full, False), *self._call("forward", full, [*results, *saved])]
         pairs = zip(code.outputs, self.segment.outputs, results, strict=True)
         lines += [self._write(*pair) for pair in pairs]
-        return "\n".join([*lines, *returned(code.outputs)])
+        lines += [f"        {code.kept}.append(({', '.join(saved)}))"] if saved else []
+        return "\n".join([*lines, *returned([*code.outputs, *([code.kept] if code.saved else [])])])
 
     def _backward(self, full: bool) -> str:
         code = self.code

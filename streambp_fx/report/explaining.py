@@ -26,6 +26,7 @@ class ExplainOptions:
         batch_size: sequences.
         chunk, loss_chunk: rows of a chunk; None: the default.
         dtype: of the weights.
+        save, every, offload: the memory policy, see `Options`.
         html, plot: files to write, or None.
         code, dot: print the program, the graph of segments.
     """
@@ -36,6 +37,9 @@ class ExplainOptions:
     chunk: int | None = None
     loss_chunk: int | None = None
     dtype: str = "bfloat16"
+    save: str = "inputs"
+    every: int = 1
+    offload: str = "none"
     html: str | None = None
     plot: str | None = None
     code: bool = False
@@ -57,6 +61,7 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     model = model_on_meta(options.model, options.dtype)
     chunks = {"chunk": options.chunk, "loss_chunk": options.loss_chunk}
     given: dict[str, Any] = {k: v for k, v in chunks.items() if v is not None}
+    given |= {"save": options.save, "every": options.every, "offload": options.offload}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StreamBPWarning)  # what it says stands in the schedule
         schedule = explain(model, options.seq_len, options.batch_size, **given)

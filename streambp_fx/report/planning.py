@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..plan import Plan
+from ..units import readable
 
 GIB = 2**30
 
@@ -56,6 +57,8 @@ def _lines(plan: Plan) -> list[str]:
         lines.append(
             f"Longest sequence: {plan.max_seq_len:,} tokens; each further GiB buys {plan.tokens_per_gib:,}."
         )
+    elsewhere = f"; {readable(plan.offloaded_bytes)} lie there meanwhile" if plan.offloaded_bytes else ""
+    lines.append(f"Memory policy: {plan.policy}{elsewhere}.")
     lines.append(
         f"Work of a step: {plan.flops / 1e12:,.1f} TFLOP, {plan.recompute_factor:.2f} of a step that "
         "recomputes nothing."

@@ -30,6 +30,8 @@ from .streamed import SegmentRunner, Step, StreamedSegment
 from .whole import WholeSegment
 
 aten = torch.ops.aten
+# By signature of the segment, body, and what is saved.
+Programs = dict[tuple[str, str, str], SegmentPrograms]
 # Later than any segment.
 NEVER = 2**31
 
@@ -41,10 +43,12 @@ class Executor:
         facts: facts of the graph after the segment pass.
         options: `chunk` rows of a chunk, `loss_chunk` rows where a segment carries no state (the loss head),
             `logits` for the outputs in `facts.lazy`.
+        programs: programs of another executor of the same graph, to be used again where they are the same.
     """
 
-    def __init__(self, facts: Facts, options: Options) -> None:
+    def __init__(self, facts: Facts, options: Options, programs: Programs | None = None) -> None:
         self.facts = facts
+        self.programs: Programs = {} if programs is None else programs
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
         output = next(n for n in facts.nodes if n.op == "output")
@@ -53,7 +57,7 @@ class Executor:
         self.guards = tests_of_sizes(facts)
         self.chooser: Callable[..., int] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
-        self.runners = _runners(facts, options)
+        self.runners = _runners(facts, options, self.programs)
         self.whole_forms: dict[int, Subgraph] = {}
         self.masks = masks_to_test(facts)
         wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
@@ -62,7 +66,7 @@ class Executor:
         self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
         read = {n for part in (self.tail, *self.lazy.values()) for n in part.inputs}
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
-        self.policy = options.policy
+        self.policy = options.stored
         self.groups = groups(facts, self.policy)
         self.last_read = _last_reads(self)
         self.random = any(is_random(n) for n in facts.nodes)
@@ -277,17 +281,18 @@ def _whole_form(facts: Facts, segment: Segment) -> Subgraph:
     return Subgraph(facts, segment.outputs, {*segment.rows, *segment.constants, *segment.whole})
 
 
-def _runners(facts: Facts, options: Options) -> list[Any]:
+def _runners(facts: Facts, options: Options, shared: Programs) -> list[Any]:
     """A runner for each segment; identical segments share their programs."""
-    shared: dict[str, SegmentPrograms] = {}
     runners: list[Any] = []
     for segment in facts.segments:
         if not segment.chunked or segment.kind == "whole":
             runners.append(_whole_form(facts, segment))
             continue
-        programs = shared.get(segment.signature)
+        save = options.save if segment.mixings else "inputs"
+        key = (segment.signature, options.body, save)
+        programs = shared.get(key)
         if programs is None:
-            programs = shared[segment.signature] = SegmentPrograms(facts, segment, options.body, options.save)
+            programs = shared[key] = SegmentPrograms(facts, segment, options.body, save)
         rows = options.rows if segment.mixings else options.loss_chunk
         runners.append(SegmentRunner(facts, segment, programs, rows))
     return runners

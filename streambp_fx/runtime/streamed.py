@@ -118,7 +118,7 @@ class SegmentRunner:
         if kind in ("joint", "loss"):
             pairs = zip(self.diff_outputs, given.cotangents, strict=True)
             args += [self.rows_of(n, v, extent, step) for n, v in pairs]
-        if kind in ("joint", "states") and given.kept:
+        if given.kept and self.programs.reads_kept(kind):
             args += given.kept[index]
         if kind in ("joint", "loss", "state_joint"):
             args += given.accumulators

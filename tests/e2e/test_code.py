@@ -76,6 +76,7 @@ def check_readable(code: str) -> None:
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "sliding window, soft capping": (lambda: build("gemma2"), plain(2, 67)),
     "gpt_neox, one sequence": (lambda: build("gpt_neox", num_hidden_layers=1), plain(1, 50)),
+    "attention kept": (lambda: build("mistral"), plain(2, 67)),
     "two sweeps": (lambda: WithObjective("llama", "preference"), plain(2, 67)),
     "unchunked region, tied and frozen": (flipped, plain(2, 37)),
 }
@@ -86,7 +87,8 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     factory, batch = CASES[name]
     eager = factory()
-    streamed = transform(copy.deepcopy(eager))
+    options = {"save": "attention", "every": 2} if "attention kept" in name else {}
+    streamed = transform(copy.deepcopy(eager), **options)
     with true_double(eager):
         want_loss, want = step(eager, batch)
         loss, runtime = step(streamed, batch)
@@ -98,6 +100,8 @@ def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     assert_close_loss(got_loss, want_loss, 1e-9, name)
     assert_close_grads(got, want, 1e-9, f"{name}, against eager")
     check_readable(code)
+    assert ("kept_1 = segment_1_forward(" in code) == bool(options)
+    assert ("it keeps what each segment reads" in code) == bool(options)
 
 
 def test_one_program_for_all_layers_and_other_lengths() -> None:

@@ -1,0 +1,138 @@
+"""What the programs of a compiled graph cost, at sizes that are numbers or symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from .ledger import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
+from .passes.cost import ProgramCost, program_cost
+from .passes.extract import Subgraph
+from .passes.footprints import mask_facts
+from .passes.inputs import Extent
+from .passes.ir import Facts, Segment, shape_of, tensors_of
+from .passes.joint import joint_program
+from .runtime.executor import Executor
+from .runtime.streamed import SegmentRunner
+
+# Two chunks of this many rows stand for "a chunk with a prefix" when programs are traced for an expression.
+SAMPLE = 64
+
+
+class ProgramCosts:
+    """Costs of the programs that a step calls; each is traced and counted once.
+
+    Args:
+        facts: facts of the graph.
+        executor: the compiled graph.
+    """
+
+    def __init__(self, facts: Facts, executor: Executor) -> None:
+        self.facts, self.executor = facts, executor
+        self.plain = _unpadded(executor)
+        self._programs: dict[Any, ProgramCost] = {}
+        self._numbers: dict[sympy.Expr, Callable[..., Any]] = {}
+
+    def states_of(self, runner: Any) -> list[Node]:
+        if isinstance(runner, Subgraph):
+            return []
+        return [s.node for s in runner.programs.states.values()]
+
+    def extents(self, runner: SegmentRunner, sizes: Sizes) -> list[Any]:
+        rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
+        if not sizes.symbolic:
+            return runner.extents_of(sizes.tokens, rows)
+        total = sizes.tokens - runner.segment.removed
+        prefix = total - rows if runner.segment.mixings else 0
+        window = runner.segment.window
+        low = 0 if runner.segment.mixings else total - rows
+        if window is not None:
+            prefix = int(window) - 1
+            low = total - rows - prefix
+        return [Extent(rows, prefix, low, total, runner.segment.reach.name == "FULL")]
+
+    def program(self, runner: SegmentRunner, kind: str, extent: Extent, sizes: Sizes) -> ProgramCost:
+        plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+        numbers = extent
+        if sizes.symbolic:
+            window = runner.segment.window
+            prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
+            numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
+        own = numbers.own() if kind == "states" and extent.full and not runner.segment.chained else numbers
+        key = (id(runner.programs), kind, plain, own.pattern)
+        if key not in self._programs:
+            self._programs[key] = _cost_of(runner, self.facts, kind, plain, own)
+        return self._programs[key]
+
+    def whole_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
+        """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
+        key = ("whole", segment.signature, backward)
+        if key not in self._programs:
+            module, values = joint_program(self.facts, self.executor.runners[segment.index], backward)
+            names = {self.facts.sequence: TOKENS} if self.facts.sequence is not None else {}
+            self._programs[key] = program_cost(module, names, values)
+        return self._programs[key]
+
+    def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
+        """Cost of a segment's forward and VJP, or of its forward, over the whole sequence at once: eager."""
+        runner = self.executor.runners[segment.index]
+        if isinstance(runner, Subgraph):
+            return self.whole_cost(segment, backward)
+        key = (id(runner.programs), "at once", backward)
+        if key not in self._programs:
+            programs = runner.programs
+            extent = Extent(SAMPLE, 0, 0, SAMPLE, segment.reach.name == "FULL")
+            plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+            kind = "joint" if backward else "forward"
+            traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
+            names = _names(runner, traced.guards.names)
+            names = {k: TOKENS if name is ROWS else name for k, name in names.items()}
+            self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
+        return self._programs[key]
+
+    # ---- sizes
+
+    def bytes_of(self, node: Node, sizes: Sizes) -> Any:
+        value = tensors_of(node)[0]
+        return self.value(sympy.Mul(*shape_of(node)) * value.element_size(), sizes)
+
+    def value(self, size: sympy.Expr, sizes: Sizes, extent: Any = None) -> Any:
+        """A size of the graph or of a program, as a number or in the symbols of the step."""
+        env = {self.facts.sequence: sizes.tokens, TOKENS: sizes.tokens, **sizes.others}
+        if extent is not None:
+            env |= {ROWS: extent.rows, PREFIX: extent.prefix, LOW: extent.low, TOTAL: extent.total}
+        if sizes.symbolic:
+            return size.subs(env) if not size.is_Integer else size
+        function = self._numbers.get(size)
+        symbols = sorted(size.free_symbols, key=str)
+        if function is None:
+            function = self._numbers[size] = sympy.lambdify(symbols, size, "math")
+        return int(function(*(env[s] for s in symbols)))
+
+
+def _cost_of(
+    runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Node], extent: Extent
+) -> ProgramCost:
+    lowered = runner.programs.get(kind, plain, extent, _numbers(facts, runner, extent))
+    return program_cost(lowered.module, _names(runner, lowered.sizes))
+
+
+def _numbers(facts: Facts, runner: SegmentRunner, extent: Extent) -> list[Any]:
+    """The numbers at the front of a program's inputs."""
+    return [*extent.sizes, 0, *(facts.values.get(s, 2) for s in runner.programs.symbols)]
+
+
+def _names(runner: SegmentRunner, sizes: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, sympy.Expr]:
+    """What the size symbols of a program are called here."""
+    known = {"rows": ROWS, "prefix": PREFIX, "low": LOW, "total": TOTAL}
+    known |= {str(s): s for s in runner.programs.symbols}
+    return {symbol: known[name] for symbol, name in sizes.items() if name in known}
+
+
+def _unpadded(executor: Executor) -> frozenset[Node]:
+    """Masks of which nothing but causality is left where no token is padding."""
+    found = ((m, mask_facts(executor.facts, m)) for m in executor.masks)
+    return frozenset(m for m, known in found if known.plain_without_data and not known.has_bias)
