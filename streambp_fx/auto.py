@@ -1,9 +1,11 @@
-"""`chunk="auto"`: the rows of a chunk, chosen by the cost model for the memory that is free."""
+"""`chunk="auto"` and `policy="auto"`: chosen by the cost model for the memory that is free."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import sympy
 import torch
 from torch import Tensor
 
+from .cost import StepCost
 from .options import AUTO_CHUNK, CHUNK_SIZES, Options
+from .passes.ir import Facts
+from .passes.policy import Policy, candidates
+from .runtime.executor import Executor
 
 log = logging.getLogger(__name__)
 # Of what is free: allocators keep some of it in pieces, and others want some, too.
@@ -36,41 +42,84 @@ def choose_rows(peak: Callable[[int], int], budget: int | None, tokens: int) -> 
     return next((rows for rows in CHUNK_SIZES if peak(rows) <= budget), CHUNK_SIZES[-1])
 
 
-class Chooser:
-    """Chooses for one compiled graph, once for each length (to the next `STEP`) and batch size.
+class AutoExecutor:
+    """A compiled graph whose chunk, or memory policy, is chosen: once for each length (to the next `STEP`).
 
     Args:
-        cost: makes the cost model of the graph, when it is first needed.
+        facts: facts of the graph.
         options: `memory` is the budget; without one, a share of what is free on the device.
-        chosen: called with each choice.
+        chosen: called with the options that were chosen.
     """
 
-    def __init__(self, cost: Callable[[], Any], options: Options, chosen: Callable[[int], None]) -> None:
-        self.make_cost, self.options, self.chosen = cost, options, chosen
-        self.cost: Any = None
-        self.rows: dict[tuple[int, ...], int] = {}
+    def __init__(self, facts: Facts, options: Options, chosen: Callable[[Options], None]) -> None:
+        self.facts, self.options, self.chosen = facts, options, chosen
+        auto = options.policy == "auto"
+        self.policies = candidates(options.stored) if auto else [options.stored]
+        first = Executor(facts, options.storing(self.policies[0]))
+        self.executors = {self.policies[0]: first}
+        self.costs: dict[Policy, StepCost] = {}
+        self.choices: dict[tuple[int, ...], tuple[Policy, int]] = {}
 
-    def __call__(self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]) -> int:
-        """Rows of a chunk for a sequence length; `inputs` are those of the graph, parameters among them."""
+    @property
+    def sweeps(self) -> int:
+        return self.executors[self.policies[0]].sweeps
+
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        return self.executors[self.policies[0]].accepts(inputs)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        policy, rows = self.choice(inputs)
+        return self._executor(policy)(*inputs, rows=rows)
+
+    def choice(self, inputs: Sequence[Any]) -> tuple[Policy, int]:
+        """The policy and the rows of a chunk for inputs of the graph, parameters among them."""
+        sizes = self.executors[self.policies[0]].sizes(inputs)
+        tokens = sizes[self.facts.sequence]  # type: ignore[index]
+        others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
         up_to = -(-tokens // STEP) * STEP
         key = (up_to, *others.values())
-        if key not in self.rows:
-            self.rows[key] = self._choose(up_to if tokens > STEP else tokens, others, inputs)
-            log.info("chunk of %d rows for sequences of up to %d tokens", self.rows[key], up_to)
-            self.chosen(self.rows[key])
-        return self.rows[key]
+        if key not in self.choices:
+            found = self._choose(up_to if tokens > STEP else tokens, others, inputs)
+            self.choices[key] = found
+            log.info("for sequences of up to %d tokens: %s, chunk of %d rows", up_to, *found)
+            self.chosen(replace(self.options.storing(found[0]), chunk=found[1]))
+        return self.choices[key]
 
-    def _choose(self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]) -> int:
-        tensors = [v for v in inputs if isinstance(v, Tensor)]
+    def _choose(
+        self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]
+    ) -> tuple[Policy, int]:
         budget = self.options.memory_bytes
         if budget is None:
-            budget = activation_budget(tensors)
-        return choose_rows(lambda rows: self._peak(tokens, rows, others), budget, tokens)
+            budget = activation_budget([v for v in inputs if isinstance(v, Tensor)])
+        smallest: tuple[int, Policy, int] | None = None
+        for policy in self.policies:
+            peak = functools.partial(self._peak, policy, tokens, others)
+            rows = self.options.rows
+            if self.options.chunk == "auto":
+                rows = choose_rows(peak, budget, tokens)
+            if budget is None or len(self.policies) == 1:
+                return policy, rows
+            held = peak(rows)
+            if held <= budget:
+                return policy, rows
+            if smallest is None or held < smallest[0]:
+                smallest = held, policy, rows
+        assert smallest is not None
+        return smallest[1:]
 
-    def _peak(self, tokens: int, rows: int, others: Mapping[sympy.Symbol, int]) -> int:
-        if self.cost is None:
-            self.cost = self.make_cost()
-        return self.cost.peak(self.cost.sizes(tokens, rows, others)).total
+    def _peak(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
+        if policy not in self.costs:
+            executor = self._executor(policy)
+            known = next(iter(self.costs.values()), None)
+            self.costs[policy] = StepCost(self.facts, self.options.storing(policy), executor, known)
+        cost = self.costs[policy]
+        return cost.peak(cost.sizes(tokens, rows, others)).total
+
+    def _executor(self, policy: Policy) -> Executor:
+        if policy not in self.executors:
+            programs = self.executors[self.policies[0]].programs
+            self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs)
+        return self.executors[policy]
 
 
 def activation_budget(tensors: Sequence[Tensor]) -> int | None:

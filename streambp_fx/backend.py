@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import warnings
 import weakref
@@ -14,8 +13,7 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from .auto import Chooser
-from .cost import StepCost
+from .auto import AutoExecutor
 from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
 from .options import Options
@@ -118,12 +116,12 @@ class CompiledGraph:
         self.places = where_read(module, list(lengths.values))
         self.schedules: list[Schedule] = []
         self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
-        self.versions: list[Executor | Unstreamed] = [self._compile(lengths.values)]
+        self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths.values)]
         _compiled.add(self)
 
     @property
     def streamed(self) -> bool:
-        return any(isinstance(v, Executor) for v in self.versions)
+        return any(not isinstance(v, Unstreamed) for v in self.versions)
 
     def __call__(self, *inputs: Any) -> Any:
         version = next((v for v in self.versions if v.accepts(inputs)), None)
@@ -141,7 +139,7 @@ class CompiledGraph:
         found = (int(inputs[k] if d is None else inputs[k].shape[d]) for k, d in self.places)
         return dict(zip(self.lengths.values, found, strict=True))
 
-    def _compile(self, sizes: Mapping[sympy.Symbol, int]) -> Executor | Unstreamed:
+    def _compile(self, sizes: Mapping[sympy.Symbol, int]) -> Executor | AutoExecutor | Unstreamed:
         try:
             return self._streamed(dataclasses.replace(self.lengths, values=sizes))
         except CompileError as error:
@@ -154,7 +152,7 @@ class CompiledGraph:
         _warn(f"the graph runs unstreamed: {error}")
         return Unstreamed(self.module)
 
-    def _streamed(self, lengths: Lengths) -> Executor | Unstreamed:
+    def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
             facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
@@ -166,11 +164,8 @@ class CompiledGraph:
             raise compile_error(error) from error
         schedule = Schedule(facts, self.options)
         if facts.segments:
-            executor = self._executor(facts)
+            executor = self._executor(facts, schedule)
             schedule.sweeps = executor.sweeps
-            if self.options.chunk == "auto" and any(s.mixings for s in facts.segments):
-                cost = functools.partial(StepCost, facts, self.options, executor)
-                executor.chooser = Chooser(cost, self.options, schedule.choose)
         self.schedules.append(schedule)
         if self.report is not None:
             self.report(schedule)
@@ -183,8 +178,11 @@ class CompiledGraph:
         _warn_unchunked(facts)
         return executor
 
-    def _executor(self, facts: Facts) -> Executor:
+    def _executor(self, facts: Facts, schedule: Schedule) -> Executor | AutoExecutor:
+        open_choice = "auto" in (self.options.chunk, self.options.policy)
         try:
+            if open_choice and any(s.mixings for s in facts.segments):
+                return AutoExecutor(facts, self.options, schedule.choose)
             return Executor(facts, self.options)
         except Exception as error:
             raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error

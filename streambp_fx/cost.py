@@ -50,10 +50,18 @@ class StepCost(ProgramCosts):
         facts: facts of the graph.
         options: how it is streamed.
         executor: the compiled graph, if there is one: its programs need not be traced again.
+        known: the cost of the same graph with another memory policy: what both have in common is not counted
+            again.
     """
 
-    def __init__(self, facts: Facts, options: Options, executor: Executor | None = None) -> None:
-        super().__init__(facts, Executor(facts, options) if executor is None else executor)
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        executor: Executor | None = None,
+        known: StepCost | None = None,
+    ) -> None:
+        super().__init__(facts, Executor(facts, options) if executor is None else executor, known)
         self.options = options
         self.first_use: dict[Node, int] = {}
         for segment in reversed(facts.segments):
@@ -65,11 +73,9 @@ class StepCost(ProgramCosts):
         self.on_host = on_cpu and not facts.placeless
 
     def storing(self, policy: Policy) -> StepCost:
-        """The cost with another memory policy; what both have in common is not counted again."""
+        """The cost with another memory policy."""
         options = self.options.storing(policy)
-        other = StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs))
-        other._programs, other._numbers = self._programs, self._numbers
-        return other
+        return StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs), self)
 
     # ---- the step
 

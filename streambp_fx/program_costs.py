@@ -28,13 +28,14 @@ class ProgramCosts:
     Args:
         facts: facts of the graph.
         executor: the compiled graph.
+        known: what was counted for another executor of the graph is counted for this one as well.
     """
 
-    def __init__(self, facts: Facts, executor: Executor) -> None:
+    def __init__(self, facts: Facts, executor: Executor, known: ProgramCosts | None = None) -> None:
         self.facts, self.executor = facts, executor
         self.plain = _unpadded(executor)
-        self._programs: dict[Any, ProgramCost] = {}
-        self._numbers: dict[sympy.Expr, Callable[..., Any]] = {}
+        self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
+        self._numbers: dict[sympy.Expr, Callable[..., Any]] = {} if known is None else known._numbers
 
     def states_of(self, runner: Any) -> list[Node]:
         if isinstance(runner, Subgraph):

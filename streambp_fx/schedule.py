@@ -37,7 +37,7 @@ class Schedule:
         seq_len: tokens of a sequence, where the schedule was made for a certain length; else None.
         sweeps: over the loss head in a training step: 1 if its gradient comes with the loss, 2 if the loss
             must be known first, 0 if there is no loss.
-        chosen: the chunk of the options was chosen by the compiler.
+        chosen: the chunk of the options, or their memory policy, was chosen by the compiler.
         number: schedules are counted in the order in which they are made.
     """
 
@@ -52,9 +52,9 @@ class Schedule:
     _code: str | None = field(default=None, repr=False, compare=False)
     _memory: StepMemory | None = field(default=None, repr=False, compare=False)
 
-    def choose(self, rows: int) -> None:
-        """Note the rows of a chunk that were chosen for the last new length."""
-        self.options = dataclasses.replace(self.options, chunk=rows)
+    def choose(self, options: Options) -> None:
+        """Note what was chosen for the last new length: rows of a chunk, memory policy."""
+        self.options = options
         self.chosen = True
 
     @property
@@ -209,8 +209,10 @@ class Schedule:
             f"  stored for the backward: {readable(self.stored_bytes_per_row())} a row of the batch"
             + self._total()
         )
-        if self.policy != Policy():
-            lines.append(f"  memory policy: {self.policy}")
+        if self.options.policy == "auto":
+            lines.append("  memory policy: chosen at the first step of a length")
+        elif self.policy != Policy():
+            lines.append(f"  memory policy: {self.policy}{' (chosen)' if self.chosen else ''}")
         lines += self._loss()
         if self.seq_len is not None and self.segments:
             lines += self._cost_lines()

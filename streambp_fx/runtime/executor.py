@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -55,7 +55,6 @@ class Executor:
         self.results = list(output.args[0])
         self.sizes_at = size_places(facts)
         self.guards = tests_of_sizes(facts)
-        self.chooser: Callable[..., int] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options, self.programs)
         self.whole_forms: dict[int, Subgraph] = {}
@@ -81,22 +80,26 @@ class Executor:
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True if what the graph's capture assumed about sizes holds for these inputs."""
-        sizes = self._sizes(inputs)
+        sizes = self.sizes(inputs)
         return all(test(*(sizes[s] for s in symbols)) for symbols, test in self.guards)
 
-    def __call__(self, *inputs: Any) -> list[Any]:
-        with torch._C._DisableAutocast():  # its casts are ops of the graph
-            return self._step_of(inputs)
+    def __call__(self, *inputs: Any, rows: int | None = None) -> list[Any]:
+        """Run a step.
 
-    def _step_of(self, inputs: tuple) -> list[Any]:
+        Args:
+            inputs: those of the graph.
+            rows: of a chunk, where they are chosen for the step.
+        """
+        with torch._C._DisableAutocast():  # its casts are ops of the graph
+            return self._step_of(inputs, rows)
+
+    def _step_of(self, inputs: tuple, rows: int | None) -> list[Any]:
         values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
         values.update(self.constants)
-        sizes = self._sizes(inputs)
+        sizes = self.sizes(inputs)
         self._whole_values(values, sizes)
         step = self._step(values, sizes)
-        if self.chooser is not None:
-            others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
-            step.chunk = self.chooser(step.total, others, inputs)
+        step.chunk = rows
         store = self._store(values)
         for group in self.groups:
             if self.one_sweep is not None and group[-1] is self.facts.segments[-1] and step.training:
@@ -117,7 +120,8 @@ class Executor:
 
     # ---- parts of a step
 
-    def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    def sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """The value of each size symbol."""
         return read_sizes(self.sizes_at, inputs)
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:

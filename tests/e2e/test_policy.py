@@ -13,7 +13,7 @@ from e2e_check import check_exact, compare, in_double, pair, step
 from e2e_memory import measure
 from e2e_models import build, padded, plain
 from streambp_fx.passes.ir import Facts
-from streambp_fx.passes.policy import Policy, attention_outputs
+from streambp_fx.passes.policy import Policy, attention_outputs, candidates
 
 import streambp_fx
 from streambp_fx.errors import OffloadError
@@ -134,6 +134,36 @@ def test_policies_hold_less_where_they_should() -> None:
     assert peaks["host"] == peaks["default"], "the CPU's memory is the host's"
 
 
+def test_the_policy_is_chosen_for_the_memory() -> None:
+    """Much memory: attention is kept. Less: inputs alone. Too little: what takes least. Always exact."""
+    factory = functools.partial(build, "llama", num_hidden_layers=6, **WIDE)
+    given: dict[str, Any] = {"chunk": 64, "loss_chunk": 64}
+    with in_double(factory):
+        cost = streambp_fx.explain(factory(), 512, **given).cost
+        inputs = cost.peak(cost.sizes(512)).total
+        expected = {10**12: ("attention", 1), inputs: ("inputs", 1), 1: ("attention", 2)}
+        for memory, (save, every) in expected.items():
+            torch._dynamo.reset()
+            eager, streamed = pair(factory, **given, policy="auto", memory=memory)
+            compare(eager, streamed, {"T=512": plain(1, 512)}, 1e-9)
+            found = streambp_fx.schedule(streamed)
+            assert found is not None
+            assert (found.options.save, found.options.every) == (save, every), (memory, inputs)
+            assert "(chosen)" in str(found)
+        compare(eager, streamed, {"short": plain(1, 9)}, 1e-9)
+
+
+def test_candidates_go_from_least_work_to_least_memory() -> None:
+    names = [str(p) for p in candidates(Policy(offload="host"))]
+    assert names[:4] == [
+        "store inputs and attention outputs",
+        "store inputs",
+        "store inputs and attention outputs, in host memory",
+        "store inputs, in host memory",
+    ]
+    assert len(names) == len(set(names)) == 10 and len(candidates(Policy())) == 5
+
+
 def test_random_ops_are_drawn_again() -> None:
     """Dropout under every policy: two steps with the same seed are alike, and differ from none."""
     found = []
@@ -238,8 +268,13 @@ def test_no_room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("save", "everything"), ("every", 0), ("every", True), ("offload", "cloud")]
+    ("name", "value"),
+    [("save", "everything"), ("every", 0), ("every", True), ("offload", "cloud"), ("policy", "best")],
 )
 def test_bad_options(name: str, value: Any) -> None:
+    model = build("llama")
     with pytest.raises(ValueError, match=name):
-        streambp_fx.transform(build("llama"), **{name: value})
+        streambp_fx.transform(model, **{name: value})
+    with pytest.raises(ValueError, match="give the one or the others"):
+        streambp_fx.transform(model, policy="auto", every=2)
+    assert "forward" not in vars(model)
