@@ -31,17 +31,18 @@ class StateRead(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, _, _, ctx.gradient, ctx.own_gradient = inputs
+        own, _, _, ctx.gradient, ctx.own_gradient = inputs
+        ctx.dtype = own.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         ctx.gradient.add_(gradient)
-        return _as_result(ctx.own_gradient), None, None, None, None
+        return _as_result(ctx.own_gradient, ctx.dtype), None, None, None, None
 
 
-def _as_result(gradient: Tensor) -> Tensor:
-    """A gradient that is an input of the program, as a value that the trace has made (a view of it)."""
-    return gradient.view_as(gradient)
+def _as_result(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that is an input of the program, as a value that the trace has made: a view, or cast."""
+    return gradient.view_as(gradient) if gradient.dtype == dtype else gradient.to(dtype)
 
 
 def flash_applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -129,7 +130,8 @@ class PrefixAttention(torch.autograd.Function):
             grad_key.narrow(2, start, length).add_(dk)
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)
-        return (grad_query, _as_result(own_key), _as_result(own_value), *(None,) * 10)
+        own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
+        return (grad_query, *own, *(None,) * 10)
 
 
 def attend_plainly(

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from .capture import SymbolTable
 from .chunk import Ranges, State, narrow
-from .ir import Facts, expression, shape_of, tensors_of
+from .ir import Facts, expression, shape_of, sum_dtype, tensors_of
 from .segment import row_axis
 
 SIZES = ("rows", "prefix", "low", "total")
@@ -72,6 +72,7 @@ class Slots:
     cotangents: list[Node] = field(default_factory=list)
     accumulators: list[Node] = field(default_factory=list)
     removed: int = 0
+    wide: bool = False  # sums over chunks are held in float32 where the values are in half precision
 
 
 def input_names(slots: Slots) -> list[str]:
@@ -149,10 +150,11 @@ class FakeInputs:
         self.flat += [self._rows(n) for n in slots.rows]
         self.flat += [self._whole(n) for n in slots.constants]
         self.flat += [self._whole(n) for n in slots.whole]
-        for _ in range(2 if slots.gradients else 1):
-            self.flat += [self._columns(s) for s in slots.states]
+        self.flat += [self._columns(s) for s in slots.states]
+        if slots.gradients:
+            self.flat += [self._columns(s, slots.wide) for s in slots.states]
         self.flat += [self._rows(n) for n in slots.cotangents]
-        self.flat += [self._whole(n) for n in slots.accumulators]
+        self.flat += [self._whole(n, slots.wide) for n in slots.accumulators]
 
     def _symbol(self, name: str, hint: int, start: bool = False) -> Any:
         value = self.table.new(name, hint, start)
@@ -166,12 +168,13 @@ class FakeInputs:
         symbols = sorted(expr.free_symbols, key=str)
         return sympy.lambdify(symbols, expr)(*(self.sizes[s] for s in symbols))
 
-    def _whole(self, node: Node) -> Tensor:
+    def _whole(self, node: Node, wide: bool = False) -> Tensor:
         value = tensors_of(node)[0]
         shape = [self._size(s) for s in shape_of(node)]
         stride = [self._size(expression(s)) for s in value.stride()]
         with self.mode:
-            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            dtype = sum_dtype(value.dtype) if wide else value.dtype
+            return torch.empty_strided(shape, stride, dtype=dtype, device=value.device)
 
     def _rows(self, node: Node) -> Tensor:
         found = row_axis(self.facts, node)
@@ -180,13 +183,12 @@ class FakeInputs:
         ranges, full = self.ranges, self._contiguous(node)
         return narrow(full, dim, axis, ranges.start, ranges.rows, ranges.total, self._size)
 
-    def _contiguous(self, node: Node) -> Tensor:
+    def _contiguous(self, node: Node, wide: bool = False) -> Tensor:
         value = tensors_of(node)[0]
+        dtype = sum_dtype(value.dtype) if wide else value.dtype
         with self.mode:
-            return torch.empty(
-                [self._size(s) for s in shape_of(node)], dtype=value.dtype, device=value.device
-            )
+            return torch.empty([self._size(s) for s in shape_of(node)], dtype=dtype, device=value.device)
 
-    def _columns(self, state: State) -> Tensor:
-        full = self._contiguous(state.node)
+    def _columns(self, state: State, wide: bool = False) -> Tensor:
+        full = self._contiguous(state.node, wide)
         return full.narrow(state.dim, self.ranges.low, self.ranges.columns)

@@ -105,6 +105,11 @@ class PassError(Exception):
         self.name, self.cause, self.node = name, cause, node
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum over chunks is held for values of a dtype: float32 for half precision."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 class NotSeparable(Exception):
     """An op rule found that rows of the result are not made of rows of the operands alone."""
 

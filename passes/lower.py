@@ -172,6 +172,8 @@ def _as_product(graph: Graph, buffer: Node, gradient: Node) -> bool:
         product, transposed = product.args[0], not transposed
     if product.target is not aten.mm.default or len(product.users) != 1:
         return False
+    if buffer.meta["val"].dtype != product.meta["val"].dtype:  # half precision, summed in float32
+        return False
     with graph.inserting_before(product):
         target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
         graph.call_function(aten.addmm_.default, (target, *product.args))

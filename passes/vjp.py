@@ -106,8 +106,16 @@ class SegmentPrograms:
     outputs and without what is then dead.
     """
 
-    def __init__(self, facts: Facts, segment: Segment, body: str = "eager", save: str = "inputs") -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        segment: Segment,
+        body: str = "eager",
+        save: str = "inputs",
+        accumulate: str = "float32",
+    ) -> None:
         self.facts, self.segment, self.body = facts, segment, body
+        self.wide = accumulate == "float32"
         self.keep = frozenset(attention_outputs(facts, segment) if save == "attention" else ())
         self.traces: dict[tuple, list[Traced]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
@@ -182,7 +190,7 @@ class SegmentPrograms:
         slots = Slots(
             self.symbols, segment.rows, segment.constants, segment.whole, list(self.states.values())
         )
-        slots.removed = segment.removed
+        slots.removed, slots.wide = segment.removed, self.wide
         if kind in ("joint", "loss"):
             slots.cotangents = self.diff_outputs
         if kind in ("joint", "loss", "state_joint"):
@@ -325,7 +333,8 @@ def _state_joint(
 
     primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
     _, pullback = torch.func.vjp(states, *primals)  # type: ignore[misc]
-    return _pull_back(pullback, [given.gradients[s.node] for s in slots.states])
+    complete = [given.gradients[s.node].to(given.states[s.node].dtype) for s in slots.states]
+    return _pull_back(pullback, complete)
 
 
 def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[Tensor]:

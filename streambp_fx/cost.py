@@ -251,7 +251,7 @@ class StepCost(ProgramCosts):
                     continue
                 if self.executor.one_sweep is None or segment.index != last:
                     yield from self._segment_backward(ledger, sizes, segment, runner)
-                self._finish(ledger, segment)
+                self._finish(ledger, sizes, segment)
 
     def _again(self, ledger: Ledger, sizes: Sizes, group: list[Segment]) -> Iterator[Moment]:
         """The inputs between segments that keep only those of the first."""
@@ -282,7 +282,7 @@ class StepCost(ProgramCosts):
             if states:
                 yield from self._calls("backward", ledger, sizes, segment, runner, "states")
             for state in states:
-                ledger.hold(("state gradient", state), STATE_GRADIENTS, self.bytes_of(state, sizes))
+                ledger.hold(("state gradient", state), STATE_GRADIENTS, self.sum_bytes(state, sizes))
             self._hold_gradients(ledger, sizes, segment)
             yield from self._calls("backward", ledger, sizes, segment, runner, "joint")
             ledger.drop(*((k, s) for s in states for k in ("state", "state gradient")))
@@ -296,10 +296,12 @@ class StepCost(ProgramCosts):
             if key in ledger.held:
                 key = ("sum of gradients", node)
             ledger.hold(key, HIDDEN, self.bytes_of(node, sizes))
+        whole = isinstance(self.executor.runners[segment.index], Subgraph)
         for node in (n for n in segment.constants if n in self.facts.needs_grad):
-            ledger.hold(("parameter", node, segment.index), PARAMETERS, self.bytes_of(node, sizes))
+            size = self.bytes_of(node, sizes) if whole else self.sum_bytes(node, sizes)
+            ledger.hold(("parameter", node, segment.index), PARAMETERS, size)
 
-    def _finish(self, ledger: Ledger, segment: Segment) -> None:
+    def _finish(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> None:
         """After a segment's backward: what nobody reads any more, and gradients that are complete."""
         for node in (*segment.rows, *segment.whole):
             ledger.drop(("sum of gradients", node))
@@ -309,7 +311,9 @@ class StepCost(ProgramCosts):
         ledger.drop(*(("whole", _storage(n)) for n in segment.whole if _storage(n) not in wholes))
         for node in segment.constants:
             parts = [k for k in ledger.held if isinstance(k, tuple) and k[:2] == ("parameter", node)]
-            ledger.drop(*(parts if self.first_use[node] == segment.index else parts[1:]))
+            ledger.drop(*parts)
+            if parts and self.first_use[node] != segment.index:  # others will be added
+                ledger.hold(parts[0], PARAMETERS, self.bytes_of(node, sizes))
 
     # ---- one segment
 

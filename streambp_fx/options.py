@@ -21,6 +21,7 @@ CHOICES = {
     "save": ("inputs", "attention"),
     "offload": ("none", "host", "disk"),
     "policy": ("given", "auto"),
+    "accumulate": ("float32", "weights"),
     "body": ("eager", "inductor"),
     "on_error": ("raise", "eager"),
 }
@@ -46,6 +47,8 @@ class Options:
             memory, for models on a GPU) or "disk".
         policy: "given" (by `save`, `every` and `offload`), or "auto": those of them are chosen that fit
             `memory` with the least work; `offload` then is where things may go, and the others are not given.
+        accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half
+            precision: "float32", or "weights" for their own, which needs less memory and loses digits.
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
         on_error: what an internal error of the compiler leads to: "raise" (`CompileError`) or "eager" (a
             warning, and the graph runs unstreamed).
@@ -60,6 +63,7 @@ class Options:
     every: int = 1
     offload: str = "none"
     policy: str = "given"
+    accumulate: str = "float32"
     body: str = "eager"
     on_error: str = "raise"
 

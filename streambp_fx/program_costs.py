@@ -13,7 +13,7 @@ from .passes.cost import ProgramCost, program_cost
 from .passes.extract import Subgraph
 from .passes.footprints import mask_facts
 from .passes.inputs import Extent
-from .passes.ir import Facts, Segment, shape_of, tensors_of
+from .passes.ir import Facts, Segment, shape_of, sum_dtype, tensors_of
 from .passes.joint import joint_program
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
@@ -34,6 +34,7 @@ class ProgramCosts:
     def __init__(self, facts: Facts, executor: Executor, known: ProgramCosts | None = None) -> None:
         self.facts, self.executor = facts, executor
         self.plain = _unpadded(executor)
+        self.wide = executor.wide
         self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
         self._numbers: dict[sympy.Expr, Callable[..., Any]] = {} if known is None else known._numbers
 
@@ -99,6 +100,12 @@ class ProgramCosts:
     def bytes_of(self, node: Node, sizes: Sizes) -> Any:
         value = tensors_of(node)[0]
         return self.value(sympy.Mul(*shape_of(node)) * value.element_size(), sizes)
+
+    def sum_bytes(self, node: Node, sizes: Sizes) -> Any:
+        """Bytes of the sum of a value's gradients over chunks."""
+        dtype = tensors_of(node)[0].dtype
+        wider = sum_dtype(dtype).itemsize // dtype.itemsize if self.wide else 1
+        return self.bytes_of(node, sizes) * wider
 
     def value(self, size: sympy.Expr, sizes: Sizes, extent: Any = None) -> Any:
         """A size of the graph or of a program, as a number or in the symbols of the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..passes.ir import shape_of, tensors_of
+from ..passes.ir import shape_of, sum_dtype, tensors_of
 from ..passes.printing import fold
 from .body import docstring, returned, targets
 from .programs import SegmentCode
@@ -55,18 +55,23 @@ class Sweeps:
         removed = f" - {self.segment.removed}" if self.segment.removed else ""
         return [*lines, f"    total = T{removed}"]
 
-    def _make(self, name: str, node: Node, function: str) -> list[str]:
+    def _make(self, name: str, node: Node, function: str, wide: bool = False) -> list[str]:
         like = [*self.code.rows, *self.code.constants][0]
         shape = "[" + ", ".join(self.size(s) for s in shape_of(node)) + "]"
-        arguments = [shape, f"dtype={tensors_of(node)[0].dtype}", f"device={like}.device"]
+        dtype = tensors_of(node)[0].dtype
+        arguments = [shape, f"dtype={self._sum_dtype(dtype) if wide else dtype}", f"device={like}.device"]
         return fold(4, f"{name} = torch.{function}(", arguments, ")")
 
     def _states(self, gradients: bool = False) -> list[str]:
         names = self.code.state_gradients if gradients else self.code.states
         lines = [] if gradients or not names else ["    # the state: what later chunks read of this one"]
         for name, state in zip(names, self.code.programs.states.values(), strict=True):
-            lines += self._make(name, state.node, "zeros" if gradients else "empty")
+            lines += self._make(name, state.node, "zeros" if gradients else "empty", gradients)
         return lines
+
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of a sum over chunks."""
+        return sum_dtype(dtype) if self.code.programs.wide else dtype
 
     def _loop(self, reverse: bool = False) -> str:
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
@@ -160,13 +165,24 @@ class Sweeps:
         if full and code.states:
             lines += [self._loop(), *self._extent(full, True), *self._call("state_joint", full, results)]
             lines += [self._write(*target, add=True) for target in written]
+        lines += self._rounded()
         return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
 
     def _accumulators(self) -> list[str]:
         code = self.code
         of = dict(zip(self.segment.constants, code.constants, strict=True))
-        pairs = zip(code.accumulators, self.runner.diff_constants, strict=True)
-        return [f"    {name} = torch.zeros_like({of[node]})" for name, node in pairs]
+        lines = []
+        for name, node in zip(code.accumulators, self.runner.diff_constants, strict=True):
+            own = tensors_of(node)[0].dtype
+            dtype = f", dtype={wide}" if (wide := self._sum_dtype(own)) != own else ""
+            lines.append(f"    {name} = torch.zeros_like({of[node]}{dtype})")
+        return lines
+
+    def _rounded(self) -> list[str]:
+        """Sums in a wider dtype, in the dtype of what they are gradients of."""
+        pairs = zip(self.code.accumulators, self.runner.diff_constants, strict=True)
+        dtypes = [(name, tensors_of(node)[0].dtype) for name, node in pairs]
+        return [f"    {n} = {n}.to({dtype})" for n, dtype in dtypes if self._sum_dtype(dtype) != dtype]
 
     def _gradient_buffers(self) -> list[str]:
         pairs = zip(self.code.row_gradients, self.runner.diff_rows, strict=True)
@@ -201,4 +217,5 @@ class Sweeps:
         gradients = [*code.row_gradients, *code.accumulators]
         if half:
             lines += [f"    {n}.mul_(unit)" for n in gradients]
+        lines += self._rounded()
         return "\n".join([*lines, *returned([output, *gradients])])

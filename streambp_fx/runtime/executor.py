@@ -30,8 +30,8 @@ from .streamed import SegmentRunner, Step, StreamedSegment
 from .whole import WholeSegment
 
 aten = torch.ops.aten
-# By signature of the segment, body, and what is saved.
-Programs = dict[tuple[str, str, str], SegmentPrograms]
+# By signature of the segment, body, what is saved, and the dtype of sums.
+Programs = dict[tuple[str, str, str, str], SegmentPrograms]
 # Later than any segment.
 NEVER = 2**31
 
@@ -65,7 +65,7 @@ class Executor:
         self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
         read = {n for part in (self.tail, *self.lazy.values()) for n in part.inputs}
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
-        self.policy = options.stored
+        self.policy, self.wide = options.stored, options.accumulate == "float32"
         self.groups = groups(facts, self.policy)
         self.last_read = _last_reads(self)
         self.random = any(is_random(n) for n in facts.nodes)
@@ -293,10 +293,10 @@ def _runners(facts: Facts, options: Options, shared: Programs) -> list[Any]:
             runners.append(_whole_form(facts, segment))
             continue
         save = options.save if segment.mixings else "inputs"
-        key = (segment.signature, options.body, save)
+        key = (segment.signature, options.body, save, options.accumulate)
         programs = shared.get(key)
         if programs is None:
-            programs = shared[key] = SegmentPrograms(facts, segment, options.body, save)
+            programs = shared[key] = SegmentPrograms(facts, segment, *key[1:])
         rows = options.rows if segment.mixings else options.loss_chunk
         runners.append(SegmentRunner(facts, segment, programs, rows))
     return runners

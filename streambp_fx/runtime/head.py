@@ -38,8 +38,7 @@ class OneSweepHead(torch.autograd.Function):
         coefficients = _coefficients(epilogue, output, position)
         ctx.unit = _unit(coefficients) if _is_half(runner) else None
         given.cotangents = [coefficients if ctx.unit is None else coefficients / ctx.unit]
-        constants = dict(zip(runner.segment.constants, given.constants, strict=True))
-        given.accumulators = [torch.zeros_like(constants[n]) for n in runner.diff_constants]
+        given.accumulators = runner.accumulators(given.constants)
         gradients = [runner.allocate(n, step, tensors[0]) for n in runner.diff_rows]
         for index, extent in enumerate(runner.extents(step, runner.chunk)):
             value, *rows = runner.call("loss", extent, step, index, given)
@@ -50,7 +49,7 @@ class OneSweepHead(torch.autograd.Function):
         with torch.no_grad():
             outputs = tuple(epilogue(output))
         ctx.runner, ctx.step, ctx.position, ctx.count = runner, step, position, len(tensors)
-        ctx.gradients = [*gradients, *given.accumulators]
+        ctx.gradients, ctx.accumulators = gradients, given.accumulators
         ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != position))
         return outputs
 
@@ -65,12 +64,12 @@ class OneSweepHead(torch.autograd.Function):
         runner, scale = ctx.runner, cotangents[ctx.position]
         if ctx.unit is not None:
             scale = scale * ctx.unit
-        for gradient in ctx.gradients:
+        for gradient in (*ctx.gradients, *ctx.accumulators):
             gradient.mul_(scale)
-        nodes = [*runner.diff_rows, *runner.diff_constants]
-        found = dict(zip(nodes, ctx.gradients, strict=True))
-        for gradient in ctx.gradients[: len(runner.diff_rows)]:
+        for gradient in ctx.gradients:
             ctx.step.owned.add(gradient)
+        found = dict(zip(runner.diff_rows, ctx.gradients, strict=True))
+        found.update(zip(runner.diff_constants, runner.finished(ctx.accumulators), strict=True))
         ctx.gradients = None
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None,) * 5 + tuple(found.get(n) for n in inputs)

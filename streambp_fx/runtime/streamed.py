@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from ..passes.chunk import narrow
 from ..passes.inputs import Extent
-from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, tensors_of
+from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
 from ..passes.vjp import SegmentPrograms
@@ -67,11 +67,28 @@ class SegmentRunner:
 
     # ---- sizes
 
-    def allocate(self, node: Node, step: Step, like: Tensor, zero: bool = False) -> Tensor:
+    def allocate(
+        self, node: Node, step: Step, like: Tensor, zero: bool = False, wide: bool = False
+    ) -> Tensor:
+        """A buffer for a value; `wide`: for sums of it over chunks."""
         shape = [step.resolve(s) for s in shape_of(node)]
         dtype = tensors_of(node)[0].dtype
         make = torch.zeros if zero else torch.empty
-        return make(shape, dtype=dtype, device=like.device)
+        return make(shape, dtype=sum_dtype(dtype) if wide else dtype, device=like.device)
+
+    def accumulators(self, constants: list[Tensor]) -> list[Tensor]:
+        """Zeros for the gradients of those of the segment's constants that have one."""
+        by_node = dict(zip(self.segment.constants, constants, strict=True))
+        given = [by_node[n] for n in self.diff_constants]
+        wide = self.programs.wide
+        return [torch.zeros_like(t, dtype=sum_dtype(t.dtype) if wide else t.dtype) for t in given]
+
+    def finished(self, accumulators: list[Tensor]) -> list[Tensor]:
+        """The gradients in the dtypes of what they are gradients of; the list is emptied."""
+        found = []
+        for node in self.diff_constants:
+            found.append(accumulators.pop(0).to(tensors_of(node)[0].dtype))
+        return found
 
     def _unwritten(self, node: Node, step: Step, like: Tensor) -> Tensor:
         """A stand-in for a value that nobody reads: its shape, without its memory."""
@@ -175,8 +192,9 @@ class SegmentRunner:
 
     # ---- forward and backward
 
-    def new_states(self, step: Step, like: Tensor, zero: bool = False) -> list[Tensor]:
-        return [self.allocate(s.node, step, like, zero) for s in self.programs.states.values()]
+    def new_states(self, step: Step, like: Tensor, gradients: bool = False) -> list[Tensor]:
+        wide = gradients and self.programs.wide
+        return [self.allocate(s.node, step, like, gradients, wide) for s in self.programs.states.values()]
 
     def forward(self, step: Step, given: Values, like: Tensor, unread: bool = False) -> list[Tensor]:
         if unread:
@@ -212,7 +230,7 @@ class SegmentRunner:
         full = self.is_full(step)
         given.states = self.new_states(step, like)
         self.fill_states(step, given, extents)
-        given.gradients = self.new_states(step, like, zero=True)
+        given.gradients = self.new_states(step, like, gradients=True)
         gradients = [self.allocate(n, step, like) for n in self.diff_rows[reuse:]]
         if reuse:
             gradients.insert(0, given.cotangents[0])
@@ -302,13 +320,12 @@ class StreamedSegment(torch.autograd.Function):
             runner.allocate(n, step, saved[0], zero=True) if g is None else g
             for n, g in zip(runner.diff_outputs, given, strict=True)
         ]
-        constants = dict(zip(runner.segment.constants, values.constants, strict=True))
-        values.accumulators = [torch.zeros_like(constants[n]) for n in runner.diff_constants]
+        values.accumulators = runner.accumulators(values.constants)
         rows = runner.backward(step, values, saved[0], reuse)
         for gradient in rows:
             step.owned.add(gradient)
         found = dict(zip(runner.diff_rows, rows, strict=True))
-        found.update(zip(runner.diff_constants, values.accumulators, strict=True))
+        found.update(zip(runner.diff_constants, runner.finished(values.accumulators), strict=True))
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None, None, None, None, *(found.get(n) for n in inputs))
 

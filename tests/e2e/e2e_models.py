@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -132,6 +133,15 @@ OTHER_FAMILIES = tuple(_OTHERS)
 
 # transformers has no sdpa path for these.
 EAGER_ONLY = frozenset({"gemma2", "bloom", "mpt", "gptj", "codegen", "xglm"})
+
+
+def sample(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Cases of a test, of which only `kept` run by default; more of the same is for `make test-all`."""
+    cases = list(cases)
+    assert all(k in cases for k in kept), f"{kept} are not all among {cases}"
+    marks = pytest.mark.slow
+    values = lambda c: c if isinstance(c, tuple) else (c,)  # noqa: E731
+    return [c if c in kept else pytest.param(*values(c), marks=marks) for c in cases]
 
 
 def impls(family: str) -> tuple[str, ...]:
