@@ -167,7 +167,7 @@ class CompiledGraph:
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts)
-            schedule.sweeps = executor.sweeps
+            schedule.sweeps, schedule.executor = executor.sweeps, executor
             if self.options.chunk == "auto" and any(s.mixings for s in facts.segments):
                 cost = functools.partial(StepCost, facts, self.options, executor)
                 executor.chooser = Chooser(cost, self.options, schedule.choose)

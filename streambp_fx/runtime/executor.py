@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..options import Options
 from ..passes import masks
-from ..passes.extract import Subgraph
+from ..passes.extract import Subgraph, is_random
 from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.objective import is_linear
@@ -44,7 +45,7 @@ class Executor:
     """
 
     def __init__(self, facts: Facts, options: Options) -> None:
-        self.facts = facts
+        self.facts, self.rows = facts, options.rows
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
         output = next(n for n in facts.nodes if n.op == "output")
@@ -52,6 +53,8 @@ class Executor:
         self.sizes_at = size_places(facts)
         self.guards = tests_of_sizes(facts)
         self.chooser: Callable[..., int] | None = None
+        # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
+        self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options)
         self.whole_forms: dict[int, Subgraph] = {}
@@ -93,6 +96,7 @@ class Executor:
         if self.chooser is not None:
             others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
             step.chunk = self.chooser(step.total, others, inputs)
+        self._note(step)
         store = self._store(values)
         for group in self.groups:
             if self.one_sweep is not None and group[-1] is self.facts.segments[-1] and step.training:
@@ -112,6 +116,14 @@ class Executor:
         return results
 
     # ---- parts of a step
+
+    def _note(self, step: Step) -> None:
+        if not step.training:
+            return
+        others = tuple((s, v) for s, v in step.sizes.items() if s != self.facts.sequence)
+        noted = (step.total, step.chunk or self.rows, others)
+        if self.largest is None or _extent(noted) > _extent(self.largest):
+            self.largest = noted
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         return read_sizes(self.sizes_at, inputs)
@@ -234,6 +246,11 @@ class Executor:
         values.update(zip(self.tail.outputs, found, strict=True))
 
 
+def _extent(noted: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]]) -> int:
+    tokens, _, others = noted
+    return tokens * math.prod(v for _, v in others)
+
+
 def _reads(segment: Segment, runner: Any) -> list[Node]:
     if isinstance(runner, Subgraph):
         return runner.inputs
@@ -266,11 +283,6 @@ def attribute(facts: Facts, node: Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
-
-
-def is_random(node: Node) -> bool:
-    """True for an op that draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _whole_form(facts: Facts, segment: Segment) -> Subgraph:
