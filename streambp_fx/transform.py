@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from .adapters import lengthens_sequence, prepare_tracing
+from .arguments import cannot_be_streamed, numbers_as_tensors, without_cache
 from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
@@ -38,8 +40,6 @@ SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "label
 _all: weakref.WeakSet[StreamedForward] = weakref.WeakSet()
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
-# Arguments that make transformers install hooks while it runs, which Dynamo cannot capture.
-EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 def transform(
@@ -108,7 +108,7 @@ def restore(model: nn.Module) -> nn.Module:
 def untransformed(model: nn.Module) -> Iterator[None]:
     """Within: the model as it was before `transform`. Afterwards as it is now."""
     placed = _placed(model)
-    before: list[tuple[Any, Any]] = [(s.model, vars(s.model)["forward"]) for s in placed]
+    before: list[tuple[Any, Any]] = [(s.model, vars(s.model).get("forward")) for s in placed]
     restore(model)
     try:
         yield
@@ -116,7 +116,8 @@ def untransformed(model: nn.Module) -> Iterator[None]:
         restore(model)
         for streamed, (module, forward) in zip(placed, before, strict=True):
             streamed.active = True
-            module.forward = forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _placed(model: nn.Module) -> list[StreamedForward]:
@@ -182,20 +183,18 @@ class StreamedForward:
             args = args[1:]
         if not (self.active and self.model.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None or switched_by_others(self.model, self.original, kwargs):
+        if switched_by_others(self.model, self.original, kwargs) or lengthens_sequence(self.model):
             return self.original(*args, **kwargs)
         bound = self.__signature__.bind(*args, **kwargs).arguments
         bound = {k: v for k, v in bound.items() if v is not None and k != "kwargs"} | bound.get("kwargs", {})
         return self._train(bound)
 
     def _train(self, inputs: dict[str, Any]) -> Any:
-        if self._takes_cache():  # as gradient checkpointing does: nobody reads a cache in training
-            inputs.setdefault("use_cache", False)
-        asked = [n for n in EXTRA_OUTPUTS if inputs.get(n)]
+        without_cache(inputs, self.model, self.__signature__)
+        asked = cannot_be_streamed(inputs, self.model)
         if asked:
-            warnings.warn(f"{', '.join(asked)}: this step runs unstreamed", StreamBPWarning, stacklevel=4)
-            return self.original(**inputs)
-        _numbers_as_tensors(inputs, self.__signature__)
+            return self._unstreamed(", ".join(asked), inputs)
+        numbers_as_tensors(inputs, self.__signature__)
         self._declare_sizes(inputs)
         if self._compiled is None:
             self._compiled = self._compile()
@@ -203,12 +202,18 @@ class StreamedForward:
         with self._take_over(self.model):
             return self._train_under(modes, inputs) if modes else self._call(inputs)
 
-    def _takes_cache(self) -> bool:
-        """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache`."""
-        parameters = self.__signature__.parameters
-        passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        configured = hasattr(getattr(self.model, "config", None), "use_cache")
-        return "use_cache" in parameters or (passes_on and configured)
+    def _unstreamed(self, why: str, inputs: dict[str, Any]) -> Any:
+        """The model as it is, with the models within it, because of an argument that cannot be streamed."""
+        warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
+        modules = set(self.model.modules()) - {self.model}
+        inner = [s for s in _all if s.active and s.model in modules]
+        for streamed in inner:
+            streamed.active = False
+        try:
+            return self.original(**inputs)
+        finally:
+            for streamed in inner:
+                streamed.active = True
 
     def _train_under(self, modes: list[Any], inputs: dict[str, Any]) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
@@ -282,6 +287,7 @@ class StreamedForward:
             output.logits = None
             return output
 
+        prepare_tracing()
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
         )
@@ -316,16 +322,6 @@ def _rebuild(output: Any) -> Any:
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
     executor = compile_graph(module, example_inputs, owner.options, owner.report, owner.sequence_dims)
     return functools.partial(owner._run, executor)
-
-
-def _numbers_as_tensors(inputs: dict[str, Any], signature: inspect.Signature) -> None:
-    """Numbers that come as extra keywords (a token count) change every step: as tensors they may.
-
-    The model's own named arguments stay as they are.
-    """
-    for name, value in inputs.items():
-        if name not in signature.parameters and type(value) in (int, float):
-            inputs[name] = torch.tensor(value)
 
 
 def _loggers() -> list[Any]:
