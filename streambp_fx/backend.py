@@ -25,6 +25,7 @@ from .passes.capture import source_line
 from .passes.ir import Facts
 from .passes.normalize import MutationError
 from .passes.sequence import Lengths, find_lengths, lengths_read, where_read
+from .progress import announced
 from .runtime.common import FALL_BACK, compile_error
 from .runtime.executor import Executor
 from .schedule import Schedule
@@ -93,7 +94,8 @@ def compile_graph(
     if not lengths.sequence:
         _explain_unstreamed(module, lengths)
         return module
-    compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as)
+    with announced("compiling a graph"):
+        compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as)
     return compiled if compiled.streamed else module
 
 

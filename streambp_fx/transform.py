@@ -28,6 +28,7 @@ from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .options import Options
+from .progress import announced
 from .schedule import Schedule
 from .versions import check_versions
 from .within import models_within, switched_by_others
@@ -167,6 +168,7 @@ class StreamedForward:
         _all.add(self)
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
+        self._begun = False
         self._take_over = TakeOver()
         self._modes: list[Any] = []
         self._batches: set[int] = set()
@@ -262,7 +264,7 @@ class StreamedForward:
             recompile_limit=RECOMPILE_LIMIT,
         )
         try:
-            with settings:
+            with settings, self._first_announced():
                 return _rebuild(self._compiled(inputs, drop))
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
@@ -271,6 +273,11 @@ class StreamedForward:
             ):
                 raise getattr(error, "inner_exception", cause) from error
             raise CaptureError(_in_plain_words(self.model, error)) from error
+
+    def _first_announced(self) -> contextlib.AbstractContextManager[None]:
+        """The first step captures and compiles, which takes some seconds."""
+        first, self._begun = not self._begun, True
+        return announced("the first training step") if first else contextlib.nullcontext()
 
     def _compile(self, backend: Any = None) -> Any:
         """A function of its own for this model, so that its compiled code is not shared with other models."""
