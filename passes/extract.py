@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .ir import Facts, Kind, operands
+from .rules.contractions import sdpa_arguments
 
 
 class Subgraph:
@@ -30,9 +31,15 @@ class Subgraph:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[n] for n in outputs))
         self.module = GraphModule(facts.module, graph)
-        self.random = any(
-            torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes
-        )
+        self.random = any(is_random(n) for n in graph.nodes)
+
+
+def is_random(node: Node) -> bool:
+    """True for an op that draws random numbers: its tag says that it may, and its arguments that it does."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
+    return not attention or sdpa_arguments(node)["dropout_p"] != 0
 
 
 def _comes_in(facts: Facts, node: Node, given: set[Node]) -> bool:

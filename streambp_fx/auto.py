@@ -17,7 +17,7 @@ from .cost import StepCost
 from .options import AUTO_CHUNK, CHUNK_SIZES, Options
 from .passes.ir import Facts
 from .passes.policy import Policy, candidates
-from .runtime.executor import Executor
+from .runtime.executor import Executor, tokens_of
 
 log = logging.getLogger(__name__)
 # Of what is free: allocators keep some of it in pieces, and others want some, too.
@@ -64,12 +64,18 @@ class AutoExecutor:
     def sweeps(self) -> int:
         return self.executors[self.policies[0]].sweeps
 
+    @property
+    def largest(self) -> tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None:
+        """Of the largest step so far, see `Executor`."""
+        found = (e.largest for e in self.executors.values() if e.largest is not None)
+        return max(found, key=tokens_of, default=None)
+
     def accepts(self, inputs: Sequence[Any]) -> bool:
         return self.executors[self.policies[0]].accepts(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         policy, rows = self.choice(inputs)
-        return self._executor(policy)(*inputs, rows=rows)
+        return self.storing(policy)(*inputs, rows=rows)
 
     def choice(self, inputs: Sequence[Any]) -> tuple[Policy, int]:
         """The policy and the rows of a chunk for inputs of the graph, parameters among them."""
@@ -109,13 +115,14 @@ class AutoExecutor:
 
     def _peak(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
         if policy not in self.costs:
-            executor = self._executor(policy)
+            executor = self.storing(policy)
             known = next(iter(self.costs.values()), None)
             self.costs[policy] = StepCost(self.facts, self.options.storing(policy), executor, known)
         cost = self.costs[policy]
         return cost.peak(cost.sizes(tokens, rows, others)).total
 
-    def _executor(self, policy: Policy) -> Executor:
+    def storing(self, policy: Policy) -> Executor:
+        """The executor with this memory policy."""
         if policy not in self.executors:
             programs = self.executors[self.policies[0]].programs
             self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs)

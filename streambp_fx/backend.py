@@ -23,6 +23,7 @@ from .passes.capture import source_line
 from .passes.ir import Facts
 from .passes.normalize import MutationError
 from .passes.sequence import Lengths, find_lengths, lengths_read, where_read
+from .progress import announced
 from .runtime.common import FALL_BACK, compile_error
 from .runtime.executor import Executor
 from .schedule import Schedule
@@ -91,7 +92,8 @@ def compile_graph(
     if not lengths.sequence:
         _explain_unstreamed(module, lengths)
         return module
-    compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as)
+    with announced("compiling a graph"):
+        compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as)
     return compiled if compiled.streamed else module
 
 
@@ -165,7 +167,7 @@ class CompiledGraph:
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts, schedule)
-            schedule.sweeps = executor.sweeps
+            schedule.sweeps, schedule.executor = executor.sweeps, executor
         self.schedules.append(schedule)
         if self.report is not None:
             self.report(schedule)

@@ -15,7 +15,7 @@ from .backend import compile_graph
 from .errors import CaptureError
 from .options import Options
 from .schedule import Schedule
-from .transform import StreamedForward, restore, transform
+from .transform import StreamedForward, transform, untransformed
 
 
 class _Explained(Exception):
@@ -60,21 +60,18 @@ def explain(
 @contextlib.contextmanager
 def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
     """The model in training mode, with a forward that only explains itself; put back afterwards."""
-    forward, modes = vars(model).get("forward"), {m: m.training for m in model.modules()}
-    restore(model)
+    modes = {m: m.training for m in model.modules()}
     model.train()
     try:
-        transform(model)
-        streamed = vars(model)["forward"]
-        streamed.options = options
-        streamed._batches.add(0)  # a batch of two or more is a symbol from the first
-        streamed._compiled = streamed._compile(functools.partial(_explain_graph, streamed, found))
-        with torch.enable_grad():
-            yield
+        with untransformed(model):
+            transform(model)
+            streamed = vars(model)["forward"]
+            streamed.options = options
+            streamed._batches.add(0)  # a batch of two or more is a symbol from the first
+            streamed._compiled = streamed._compile(functools.partial(_explain_graph, streamed, found))
+            with torch.enable_grad():
+                yield
     finally:
-        restore(model)
-        if isinstance(forward, StreamedForward):
-            model.forward = forward  # type: ignore[method-assign]
         for module, training in modes.items():
             module.training = training
 

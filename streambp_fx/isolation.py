@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .transform import restore
+from .transform import untransformed
 
 
 @contextlib.contextmanager
@@ -41,18 +41,13 @@ def _random_state(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _forwards(model: nn.Module) -> Iterator[None]:
     """The original forward, whether the model was transformed or compiled in place (`model.compile()`)."""
-    attributes = vars(model)
-    had, forward = "forward" in attributes, attributes.get("forward")
     compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
-    restore(model)
     for module in compiled:
         module._compiled_call_impl = None
     try:
-        yield
+        with untransformed(model):
+            yield
     finally:
-        attributes.pop("forward", None)
-        if had:
-            attributes["forward"] = forward
         for module, call in compiled.items():
             module._compiled_call_impl = call
 

@@ -23,11 +23,11 @@ from .passes import masks
 from .passes.axes import is_secondary
 from .passes.capture import source_line
 from .passes.chunk import ALIGNED
+from .passes.extract import is_random
 from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
-from .passes.rules.contractions import sdpa_arguments
 from .poison import Operand, Rows, first_difference
-from .runtime.executor import attribute, is_random, masks_to_test
+from .runtime.executor import attribute, masks_to_test
 from .runtime.sizes import read_sizes, size_places
 
 aten = torch.ops.aten
@@ -47,8 +47,7 @@ def check_not_random(facts: Facts) -> None:
         VerificationError: names the op and its source line.
     """
     for node in facts.nodes:
-        attention = node.target is aten.scaled_dot_product_attention.default
-        if is_random(node) and not (attention and sdpa_arguments(node)["dropout_p"] == 0):
+        if is_random(node):
             raise VerificationError(
                 f"the model draws random numbers that are no dropout: {node.target} ({source_line(node)}). "
                 "Two steps of it cannot be compared. Switch this off and verify again."

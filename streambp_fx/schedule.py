@@ -24,7 +24,9 @@ from .units import readable, readable_work
 NO_BREAK = "\u00a0"
 
 if TYPE_CHECKING:
+    from .auto import AutoExecutor
     from .memory import StepMemory
+    from .runtime.executor import Executor
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Schedule:
             must be known first, 0 if there is no loss.
         chosen: the chunk of the options, or their memory policy, was chosen by the compiler.
         number: schedules are counted in the order in which they are made.
+        executor: what runs it, if it was compiled to be run.
     """
 
     facts: Facts = field(repr=False)
@@ -47,7 +50,9 @@ class Schedule:
     sweeps: int = 0
     number: int = field(default_factory=itertools.count().__next__)
     chosen: bool = False
+    executor: Executor | AutoExecutor | None = field(default=None, repr=False, compare=False)
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
+    _peak: tuple | None = field(default=None, repr=False, compare=False)
     _timeline: tuple | None = field(default=None, repr=False, compare=False)
     _code: str | None = field(default=None, repr=False, compare=False)
     _memory: StepMemory | None = field(default=None, repr=False, compare=False)
@@ -68,8 +73,24 @@ class Schedule:
     def cost(self) -> StepCost:
         """The cost model of the step. The first use traces the programs, which takes some seconds."""
         if self._cost is None or self._cost.options != self.options:
-            self._cost = StepCost(self.facts, self.options)
+            executor = None if self.executor is None else self.executor.storing(self.policy)
+            self._cost = StepCost(self.facts, self.options, executor)
         return self._cost
+
+    def peak_of_steps(self) -> tuple[int, int] | None:
+        """Peak activation bytes, by the cost model, and rows of a chunk: of the largest step that was run.
+
+        None if there was no step. For a new largest step the programs are walked once, which takes a moment.
+        """
+        largest = self.executor.largest if self.executor is not None else None
+        if largest is None:
+            return None
+        if self._peak is None or self._peak[0] != largest:
+            tokens, rows, others = largest
+            peak = int(self.cost.peak(self.cost.sizes(tokens, rows, dict(others))).total)
+            before = (0, 0) if self._peak is None else self._peak[1]
+            self._peak = (largest, max(before, (peak, rows)))
+        return self._peak[1]
 
     def timeline(self) -> list[Moment]:
         """Memory over one step, moment by moment, in bytes by cause; for the schedule's length.

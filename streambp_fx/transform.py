@@ -9,6 +9,8 @@ import functools
 import inspect
 import types
 import warnings
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,20 +22,25 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from .adapters import lengthens_sequence, prepare_tracing
+from .arguments import cannot_be_streamed, numbers_as_tensors, without_cache
 from .backend import compile_graph, schedules_of
+from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .options import Options
+from .progress import announced
 from .schedule import Schedule
 from .versions import check_versions
+from .within import models_within, switched_by_others
 
 # Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
 SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
 
 
+# Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
+_all: weakref.WeakSet[StreamedForward] = weakref.WeakSet()
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
-# Arguments that make transformers install hooks while it runs, which Dynamo cannot capture.
-EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 def transform(
@@ -63,17 +70,16 @@ def transform(
         raise ValueError(f"verbose must be True or False, not {verbose!r}")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
-    streamed = vars(model).get("forward")
-    original = streamed.original if isinstance(streamed, StreamedForward) else model.forward
-    if "input_ids" not in _signature(model, original).parameters:
+    if "input_ids" not in _signature(model, model.forward).parameters:
         raise CaptureError(
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
             "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...))."
         )
-    had_forward = (
-        "forward" in vars(model) if not isinstance(streamed, StreamedForward) else streamed.had_forward
-    )
-    model.forward = StreamedForward(model, original, parsed, had_forward, verbose)
+    restore(model)
+    for module in (model, *models_within(model)):
+        within = None if module is model else model
+        had_forward = "forward" in vars(module)
+        module.forward = StreamedForward(module, module.forward, parsed, had_forward, verbose, within)
     return model
 
 
@@ -87,13 +93,37 @@ def _signature(model: nn.Module, forward: Any) -> inspect.Signature:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `transform`. A model that is not transformed is left as it is."""
-    streamed = vars(model).get("forward")
-    if isinstance(streamed, StreamedForward):
+    for streamed in _placed(model):
+        streamed.active = False  # somebody may have put a wrapper over it
+        module = streamed.model
+        if vars(module).get("forward") is not streamed:
+            continue
         if streamed.had_forward:
-            model.forward = streamed.original
+            module.forward = streamed.original
         else:
-            del model.forward
+            del module.forward
     return model
+
+
+@contextlib.contextmanager
+def untransformed(model: nn.Module) -> Iterator[None]:
+    """Within: the model as it was before `transform`. Afterwards as it is now."""
+    placed = _placed(model)
+    before: list[tuple[Any, Any]] = [(s.model, vars(s.model).get("forward")) for s in placed]
+    restore(model)
+    try:
+        yield
+    finally:
+        restore(model)
+        for streamed, (module, forward) in zip(placed, before, strict=True):
+            streamed.active = True
+            if forward is not None:
+                module.forward = forward
+
+
+def _placed(model: nn.Module) -> list[StreamedForward]:
+    """What streams a model and the models within it now."""
+    return [s for s in _all if s.active and (s.model is model or s.within is model)]
 
 
 def schedule(model: nn.Module) -> Schedule | None:
@@ -103,9 +133,14 @@ def schedule(model: nn.Module) -> Schedule | None:
         model: a model that `transform` changed, or one that `torch.compile(backend="streambp")` runs, itself
             or a part of it.
     """
-    streamed = vars(model).get("forward")
-    found = streamed.schedules if isinstance(streamed, StreamedForward) else schedules_of(model)
-    return found[-1] if found else None
+    found = schedules(model)
+    return max(schedules_of(model) if found is None else found, key=lambda s: s.number, default=None)
+
+
+def schedules(model: nn.Module) -> list[Schedule] | None:
+    """Schedules of a model that `transform` changed; None if it did not."""
+    placed = _placed(model)
+    return [s for streamed in placed for s in streamed.schedules] if placed else None
 
 
 class StreamedForward:
@@ -113,15 +148,28 @@ class StreamedForward:
 
     It lives in the instance and not in the class, holds no parameters, and is no module: names, state dict
     and saved files do not change. A copy of the model gets a copy that streams the copy.
+
+    NOTE [models within models]: a trainer may put a forward of its own over the model's, which calls the
+    backbone and has its own loss head. The backbone is streamed then. So each model within the model has a
+    streamed forward as well; it waits until it is called outside of a graph that is being captured.
     """
 
     def __init__(
-        self, model: nn.Module, original: Any, options: Options, had_forward: bool, verbose: bool = False
+        self,
+        model: nn.Module,
+        original: Any,
+        options: Options,
+        had_forward: bool,
+        verbose: bool = False,
+        within: nn.Module | None = None,
     ) -> None:
         self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
-        self.verbose = verbose
+        self.verbose, self.within, self.active = verbose, within, True
+        _all.add(self)
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
+        self._begun = False
+        self._take_over = TakeOver()
         self._modes: list[Any] = []
         self._batches: set[int] = set()
         functools.update_wrapper(self, original, updated=())
@@ -131,36 +179,43 @@ class StreamedForward:
         return _signature(self.model, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.model.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        if kwargs.get("past_key_values") is not None or torch.compiler.is_compiling():
+        if args and args[0] is self.model:  # somebody bound it to the model, as a function of the class
+            args = args[1:]
+        if not (self.active and self.model.training and torch.is_grad_enabled()):
+            return self.original(*args, **kwargs)
+        if switched_by_others(self.model, self.original, kwargs) or lengthens_sequence(self.model):
             return self.original(*args, **kwargs)
         bound = self.__signature__.bind(*args, **kwargs).arguments
         bound = {k: v for k, v in bound.items() if v is not None and k != "kwargs"} | bound.get("kwargs", {})
         return self._train(bound)
 
     def _train(self, inputs: dict[str, Any]) -> Any:
-        if self._takes_cache():  # as gradient checkpointing does: nobody reads a cache in training
-            inputs.setdefault("use_cache", False)
-        asked = [n for n in EXTRA_OUTPUTS if inputs.get(n)]
+        without_cache(inputs, self.model, self.__signature__)
+        asked = cannot_be_streamed(inputs, self.model)
         if asked:
-            warnings.warn(f"{', '.join(asked)}: this step runs unstreamed", StreamBPWarning, stacklevel=4)
-            return self.original(**inputs)
-        _numbers_as_tensors(inputs, self.__signature__)
+            return self._unstreamed(", ".join(asked), inputs)
+        numbers_as_tensors(inputs, self.__signature__)
         self._declare_sizes(inputs)
         if self._compiled is None:
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
-        if modes:
-            return self._train_under(modes, inputs)
-        return self._call(inputs)
+        with self._take_over(self.model):
+            return self._train_under(modes, inputs) if modes else self._call(inputs)
 
-    def _takes_cache(self) -> bool:
-        """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache`."""
-        parameters = self.__signature__.parameters
-        passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        configured = hasattr(getattr(self.model, "config", None), "use_cache")
-        return "use_cache" in parameters or (passes_on and configured)
+    def _unstreamed(self, why: str, inputs: dict[str, Any]) -> Any:
+        """The model as it is, with the models within it, because of an argument that cannot be streamed."""
+        warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
+        modules = set(self.model.modules()) - {self.model}
+        inner = [s for s in _all if s.active and s.model in modules]
+        for streamed in inner:
+            streamed.active = False
+        try:
+            return self.original(**inputs)
+        finally:
+            for streamed in inner:
+                streamed.active = True
 
     def _train_under(self, modes: list[Any], inputs: dict[str, Any]) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
@@ -209,7 +264,7 @@ class StreamedForward:
             recompile_limit=RECOMPILE_LIMIT,
         )
         try:
-            with settings:
+            with settings, self._first_announced():
                 return _rebuild(self._compiled(inputs, drop))
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
@@ -218,6 +273,11 @@ class StreamedForward:
             ):
                 raise getattr(error, "inner_exception", cause) from error
             raise CaptureError(_in_plain_words(self.model, error)) from error
+
+    def _first_announced(self) -> contextlib.AbstractContextManager[None]:
+        """The first step captures and compiles, which takes some seconds."""
+        first, self._begun = not self._begun, True
+        return announced("the first training step") if first else contextlib.nullcontext()
 
     def _compile(self, backend: Any = None) -> Any:
         """A function of its own for this model, so that its compiled code is not shared with other models."""
@@ -234,6 +294,7 @@ class StreamedForward:
             output.logits = None
             return output
 
+        prepare_tracing()
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
         )
@@ -243,10 +304,12 @@ class StreamedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
         model = copy.deepcopy(self.model, memo)
         original = copy.deepcopy(self.original, memo)
-        return StreamedForward(model, original, self.options, self.had_forward, self.verbose)
+        within = copy.deepcopy(self.within, memo)
+        return StreamedForward(model, original, self.options, self.had_forward, self.verbose, within)
 
     def __reduce__(self) -> tuple:
-        return StreamedForward, (self.model, self.original, self.options, self.had_forward, self.verbose)
+        settings = (self.options, self.had_forward, self.verbose, self.within)
+        return StreamedForward, (self.model, self.original, *settings)
 
     def report(self, schedule: Schedule) -> None:
         """Keep the schedule of a graph that was compiled, and print it if the user wants that."""
@@ -266,16 +329,6 @@ def _rebuild(output: Any) -> Any:
 def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
     executor = compile_graph(module, example_inputs, owner.options, owner.report, owner.sequence_dims)
     return functools.partial(owner._run, executor)
-
-
-def _numbers_as_tensors(inputs: dict[str, Any], signature: inspect.Signature) -> None:
-    """Numbers that come as extra keywords (a token count) change every step: as tensors they may.
-
-    The model's own named arguments stay as they are.
-    """
-    for name, value in inputs.items():
-        if name not in signature.parameters and type(value) in (int, float):
-            inputs[name] = torch.tensor(value)
 
 
 def _loggers() -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..options import Options
 from ..passes import masks
-from ..passes.extract import Subgraph
+from ..passes.extract import Subgraph, is_random
 from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.objective import is_linear
-from ..passes.policy import groups
+from ..passes.policy import Policy, groups
 from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers
 from .head import OneSweepHead
@@ -47,7 +48,7 @@ class Executor:
     """
 
     def __init__(self, facts: Facts, options: Options, programs: Programs | None = None) -> None:
-        self.facts = facts
+        self.facts, self.rows = facts, options.rows
         self.programs: Programs = {} if programs is None else programs
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
@@ -55,6 +56,8 @@ class Executor:
         self.results = list(output.args[0])
         self.sizes_at = size_places(facts)
         self.guards = tests_of_sizes(facts)
+        # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
+        self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
         self.runners = _runners(facts, options, self.programs)
         self.whole_forms: dict[int, Subgraph] = {}
@@ -78,6 +81,11 @@ class Executor:
             return 1
         return 2 if any(n in self.facts.needs_grad for n in self.tail.outputs) else 0
 
+    def storing(self, policy: Policy) -> Executor:
+        """The executor with this memory policy: this one."""
+        assert policy == self.policy
+        return self
+
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True if what the graph's capture assumed about sizes holds for these inputs."""
         sizes = self.sizes(inputs)
@@ -100,6 +108,7 @@ class Executor:
         self._whole_values(values, sizes)
         step = self._step(values, sizes)
         step.chunk = rows
+        self._note(step)
         store = self._store(values)
         for group in self.groups:
             if self.one_sweep is not None and group[-1] is self.facts.segments[-1] and step.training:
@@ -119,6 +128,14 @@ class Executor:
         return results
 
     # ---- parts of a step
+
+    def _note(self, step: Step) -> None:
+        if not step.training:
+            return
+        others = tuple((s, v) for s, v in step.sizes.items() if s != self.facts.sequence)
+        noted = (step.total, step.chunk or self.rows, others)
+        if self.largest is None or tokens_of(noted) > tokens_of(self.largest):
+            self.largest = noted
 
     def sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each size symbol."""
@@ -242,6 +259,12 @@ class Executor:
         values.update(zip(self.tail.outputs, found, strict=True))
 
 
+def tokens_of(noted: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]]) -> int:
+    """Tokens of a step, all sequences together."""
+    tokens, _, others = noted
+    return tokens * math.prod(v for _, v in others)
+
+
 def _reads(segment: Segment, runner: Any) -> list[Node]:
     if isinstance(runner, Subgraph):
         return runner.inputs
@@ -274,11 +297,6 @@ def attribute(facts: Facts, node: Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
-
-
-def is_random(node: Node) -> bool:
-    """True for an op that draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _whole_form(facts: Facts, segment: Segment) -> Subgraph:

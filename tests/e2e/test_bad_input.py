@@ -11,7 +11,7 @@ import torch
 from e2e_check import LOSS_CHUNK, STANDIN, step
 from e2e_models import build, plain
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 import streambp_fx
 
@@ -102,6 +102,44 @@ def test_not_a_model(what: Any) -> None:
 def test_not_a_causal_lm_says_so() -> None:
     with pytest.raises(streambp_fx.CaptureError, match=r"(?i)linear.*causal|causal.*linear"):
         streambp_fx.transform(nn.Linear(4, 4), chunk=16)
+
+
+# -- what a streamed step does not give --------------------------------------------------------------------
+
+
+def with_cache(model: Any) -> dict[str, Any]:
+    return {"past_key_values": DynamicCache(config=model.config)}
+
+
+def by_config(name: str) -> Any:
+    def ask(model: Any) -> dict[str, Any]:
+        setattr(model.config, name, True)
+        return {}
+
+    return ask
+
+
+ASKED = {
+    "output_hidden_states": lambda model: {"output_hidden_states": True},
+    "output_attentions": lambda model: {"output_attentions": True},
+    "past_key_values": with_cache,
+    "output_hidden_states by the config": by_config("output_hidden_states"),
+    "output_attentions by the config": by_config("output_attentions"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_what_is_not_streamed_is_given_by_the_unstreamed_step(asked: str) -> None:
+    """The same step, bit for bit, and one warning that names the argument."""
+    eager, streamed = (build("llama", "eager") for _ in range(2))
+    streambp_fx.transform(streamed, chunk=16, loss_chunk=LOSS_CHUNK)
+    want_loss, want = step(eager, {**plain(2, 40), **ASKED[asked](eager)})
+    with pytest.warns(streambp_fx.StreamBPWarning) as caught:
+        got_loss, got = step(streamed, {**plain(2, 40), **ASKED[asked](streamed)})
+    assert len(caught) == 1 and str(caught[0].message).startswith(asked.split()[0] + ": ")
+    assert got_loss.equal(want_loss)
+    assert all(got[name].equal(g) for name, g in want.items())
+    assert streambp_fx.schedule(streamed) is None, "nothing was compiled"
 
 
 # -- models that cannot be captured ----------------------------------------------------------------------

@@ -64,6 +64,16 @@ def test_exact_for_other_kinds_of_attention(family: str) -> None:
     check_exact(factory, batches, save="attention", every=2, offload="disk")
 
 
+def test_exact_where_the_data_decides_how_far_rows_read() -> None:
+    """A finite mask added to the scores: rows that see nothing attend to all; of those nothing is kept."""
+    batches = {
+        "T=67": plain(2, 67),
+        "left": padded(67, "left"),
+        "all of a chunk": padded(67, "left", (29, 0)),
+    }
+    check_exact(functools.partial(build, "falcon_alibi"), batches, save="attention")
+
+
 @pytest.mark.parametrize(("family", "impl", "count"), [("qwen3", "sdpa", 1), ("qwen3", "eager", 0)])
 def test_which_attentions_are_kept(family: str, impl: str, count: int) -> None:
     model = build(family, impl)

@@ -1,0 +1,60 @@
+"""Models within models, and forwards that other people put over a model's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def models_within(model: nn.Module) -> list[nn.Module]:
+    """Models that `model` is made of: its backbone, or the model that an adapter wraps and its backbone."""
+    parts = (m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel))
+    return [m for m in parts if "input_ids" in _parameters(type(m).forward, True)]
+
+
+def switched_by_others(model: nn.Module, forward: Any, given: Mapping[str, Any]) -> bool:
+    """True if the call asks for a forward that somebody put over the model's, or over one within it.
+
+    NOTE [forwards of others]: such a forward computes what it likes of the backbone's output, so the model
+    cannot be taken for one graph from ids to loss. It shows by a switch: a keyword that is True, and that
+    the wrapper has and the class it wraps has not.
+
+    Args:
+        model: the model.
+        forward: its forward below the streamed one.
+        given: keywords of the call.
+    """
+    switches = {name for name, value in given.items() if value is True}
+    if not switches:
+        return False
+    replaced = [(model, forward)]
+    replaced += [(m, vars(m)["forward"]) for m in models_within(model) if "forward" in vars(m)]
+    return any(switches & _added(type(m), f) for m, f in replaced)
+
+
+def _added(kind: Any, forward: Any) -> set[str]:
+    """Parameters that the functions around `kind.forward` have beside its own."""
+    own = _parameters(kind.forward, True)
+    return {n for f in _wrappers(forward, kind.forward) for n in _parameters(f, False) if n not in own}
+
+
+def _wrappers(forward: Any, innermost: Any) -> Iterator[Any]:
+    """The functions around `innermost`, outermost first."""
+    while forward is not None and getattr(forward, "__func__", forward) is not innermost:
+        yield forward
+        inner = getattr(forward, "__wrapped__", None) or getattr(forward, "original", None)
+        forward = inner if inner is not None else getattr(forward, "__func__", None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(function: Any, follow: bool) -> tuple[str, ...]:
+    """Names of a function's parameters, or (`follow`) of those of the function that it says it wraps."""
+    try:
+        return tuple(inspect.signature(function, follow_wrapped=follow).parameters)
+    except (TypeError, ValueError):
+        return ()

@@ -1,0 +1,94 @@
+"""Trainers that people use, unmodified: five steps streamed are five steps unstreamed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_runs import (
+    Make,
+    check,
+    classifier,
+    dpo,
+    grpo,
+    hf,
+    kto,
+    lora,
+    on_disk,
+    reward,
+    sft,
+    sft_chat,
+    sft_completion,
+)
+
+
+@pytest.mark.parametrize("make", [sft, dpo], ids=lambda f: f.__name__)
+def test_a_trainer(make: Make, tmp_path: Path) -> None:
+    check(make, tmp_path)
+
+
+def test_grpo(tmp_path: Path) -> None:
+    """The same completions are drawn: a streamed step takes nothing from the random state."""
+    check(grpo, tmp_path, on_disk(tmp_path / "model"), beta=0.1)
+
+
+def test_reward_model(tmp_path: Path) -> None:
+    check(reward, tmp_path, classifier)
+
+
+# ---- more of the same: make test-all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [hf, kto], ids=lambda f: f.__name__)
+def test_another_trainer(make: Make, tmp_path: Path) -> None:
+    check(make, tmp_path)
+
+
+@pytest.mark.slow
+def test_adapter_with_itself_as_reference(tmp_path: Path) -> None:
+    check(dpo, tmp_path, lora)
+
+
+SFT: list[tuple[Make, dict[str, Any]]] = [
+    (sft, {"packing": True, "max_length": 64}),
+    (sft, {"packing": True, "packing_strategy": "wrapped", "max_length": 64}),
+    (sft, {"padding_free": True, "max_length": None}),
+    (sft, {"label_smoothing_factor": 0.1}),
+    (sft, {"loss_type": "dft"}),
+    (sft_chat, {}),
+    (sft_completion, {}),
+    (hf, {"label_smoothing_factor": 0.1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "over"), SFT, ids=lambda v: getattr(v, "__name__", None) or "-".join(v))
+def test_supervised(make: Make, over: dict[str, Any], tmp_path: Path) -> None:
+    check(make, tmp_path, **over)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", [{"loss_type": n} for n in ("ipo", "hinge", "robust")], ids=str)
+def test_preferences(over: dict[str, Any], tmp_path: Path) -> None:
+    check(dpo, tmp_path, **({"label_smoothing": 0.1} if over["loss_type"] == "robust" else {}), **over)
+
+
+@pytest.mark.slow
+def test_preferences_with_reference_computed_before(tmp_path: Path) -> None:
+    check(dpo, tmp_path, precompute_ref_log_probs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_policy_gradients(loss: str, beta: float, tmp_path: Path) -> None:
+    check(grpo, tmp_path, on_disk(tmp_path / "model"), beta=beta, loss_type=loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [hf, sft], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("over", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_adapters(make: Make, over: dict[str, Any], tmp_path: Path) -> None:
+    check(make, tmp_path, lambda: lora(**over))
