@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import streambp_fx
-from streambp_fx import PlanError
+from streambp_fx import PlanError, unstreamed
 from streambp_fx.cli import main
 from streambp_fx.plan import Planner, known_models, model_on_meta
+from streambp_fx.report.live import peak_live_bytes
 from streambp_fx.units import parse_bytes
 
 SIZES = {"vocab_size": 900, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
@@ -143,3 +146,55 @@ def test_bad_sizes_in_python(folder: Path) -> None:
     with pytest.raises(PlanError, match="rank"):
         pytest.importorskip("peft")
         streambp_fx.plan(folder, 64, lora_rank=0)
+
+
+def test_policies_in_a_plan(tmp_path: Path) -> None:
+    """More is kept: less work, shorter sequences. Less, or elsewhere: the other way round."""
+    LlamaConfig(**{**SIZES, "num_hidden_layers": 6}, **HEADS).save_pretrained(tmp_path)
+    folder = tmp_path
+    given: dict[str, Any] = {"memory": "64MiB", "dtype": "float32", "chunk": 512}
+    policies: dict[str, dict[str, Any]] = {
+        "attention": {"save": "attention"},
+        "inputs": {},
+        "host": {"offload": "host"},
+        "auto": {"policy": "auto"},
+    }
+    plans = {name: streambp_fx.plan(folder, **given, **policy) for name, policy in policies.items()}
+    lengths = {name: p.max_seq_len or 0 for name, p in plans.items()}
+    assert lengths["attention"] < lengths["inputs"] < lengths["host"]
+    assert lengths["auto"] >= lengths["inputs"]
+    longer = streambp_fx.plan(folder, lengths["inputs"], **given, save="attention")
+    assert longer.flops < plans["inputs"].flops and not longer.fits
+    assert plans["host"].offloaded_bytes > 0 == plans["inputs"].offloaded_bytes
+    assert plans["host"].policy == "store inputs, in host memory"
+    fitting = streambp_fx.plan(folder, lengths["attention"], **given, policy="auto")
+    assert fitting.fits and fitting.policy == "store inputs and attention outputs"
+    with pytest.raises(PlanError, match="for an amount of memory"):
+        streambp_fx.plan(folder, 100, policy="auto")
+
+
+@pytest.mark.slow
+def test_checkpointing_of_a_large_model_on_fake_tensors() -> None:
+    """Hugging Face's own step of Qwen3-8B at 20k tokens, counted without memory: what `plan` says of it.
+
+    77 GB were measured on a GPU (arXiv 2506.03077, figure 1): 71.7 GiB.
+    """
+    config = AutoConfig.from_pretrained(str(resources.files("streambp_fx") / "configs" / "Qwen3-8B.json"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        resident = sum(2 * p.nbytes for p in model.parameters())
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.zeros(1, 20_000, dtype=torch.long)
+        known = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+
+        def step() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+        live = peak_live_bytes(step, [*known, ids])
+    assert resident / 2**30 == pytest.approx(30.5, abs=0.05)
+    assert (resident + live) / 2**30 == pytest.approx(71, abs=1)
+    cost = Planner(model_on_meta("Qwen3-8B")).cost
+    moments = unstreamed.timeline(cost, cost.sizes(20_000), checkpointing=True)
+    assert max(m.total for m in moments) == pytest.approx(live, rel=0.08)
