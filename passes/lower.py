@@ -172,9 +172,26 @@ def _as_product(graph: Graph, buffer: Node, gradient: Node) -> bool:
         product, transposed = product.args[0], not transposed
     if product.target is not aten.mm.default or len(product.users) != 1:
         return False
-    if buffer.meta["val"].dtype != product.meta["val"].dtype:  # half precision, summed in float32
-        return False
+    wide = buffer.meta["val"].dtype
+    cast = wide != product.meta["val"].dtype  # half precision, summed in float32
+    if cast and buffer.meta["val"].device.type != "cpu":
+        return False  # NOTE [products in float32]
     with graph.inserting_before(product):
         target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
-        graph.call_function(aten.addmm_.default, (target, *product.args))
+        factors = [_in_dtype(graph, n, wide) if cast else n for n in product.args]
+        graph.call_function(aten.addmm_.default, (target, *factors))
     return True
+
+
+def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    """NOTE [products in float32]: a kernel adds a product to a buffer of the factors' own dtype only.
+
+    On a CPU the factors, which have the rows of one chunk, are cast: the product is not rounded, and there is
+    no temporary as large as the weight. On a GPU products in float32 are many times slower, so there it is a
+    product in half precision, and then a sum.
+    """
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    value = node.meta["val"]
+    with value.fake_mode:
+        cast.meta["val"] = value.to(dtype)
+    return cast

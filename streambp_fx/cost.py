@@ -222,6 +222,7 @@ class StepCost(ProgramCosts):
         ledger.hold(("value", rows), LOSS, self.bytes_of(rows, sizes))
         ledger.hold("coefficients", LOSS, self.bytes_of(rows, sizes))
         self._hold_gradients(ledger, sizes, segment)
+        ledger.drop(*(("value", n) for n in self.executor.overwritten))
         yield from self._calls("forward", ledger, sizes, segment, runner, "loss")
         ledger.drop(("value", rows), "coefficients")
 

@@ -73,6 +73,7 @@ class Executor:
         self.last_read = _last_reads(self)
         self.random = any(is_random(n) for n in facts.nodes)
         self.one_sweep = _one_sweep(facts, self.runners, self.tail)
+        self.overwritten = _read_last_by_head(self)
 
     @property
     def sweeps(self) -> int:
@@ -255,7 +256,7 @@ class Executor:
             local = {**values, segment.outputs[0]: rows}
             return self.tail.module(*(self._value(n, local, sizes) for n in self.tail.inputs))
 
-        found = OneSweepHead.apply(runner, step, whole, epilogue, self.one_sweep, *tensors)
+        found = OneSweepHead.apply(runner, step, whole, epilogue, self.one_sweep, self.overwritten, *tensors)
         values.update(zip(self.tail.outputs, found, strict=True))
 
 
@@ -281,6 +282,16 @@ def _last_reads(executor: Executor) -> dict[Node, int]:
         for node in _reads(segment, executor.runners[segment.index]):
             found.setdefault(node, segment.index)
     return {n: index for n, index in found.items() if n in made}
+
+
+def _read_last_by_head(executor: Executor) -> frozenset[Node]:
+    """Streamed inputs of a loss head with one sweep that nobody else keeps or reads later."""
+    if executor.one_sweep is None or executor.facts.segments[-1].removed:
+        return frozenset()
+    head, earlier = executor.facts.segments[-1], executor.facts.segments[:-1]
+    kept = {n for s in earlier for n in s.rows}
+    last = (n for n in executor.runners[-1].diff_rows if executor.last_read.get(n) == head.index)
+    return frozenset(n for n in last if n not in kept)
 
 
 def _kept_in(store: Store | None) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ..passes.ir import tensors_of
 from .common import refuse_double_backward
@@ -29,8 +30,13 @@ class OneSweepHead(torch.autograd.Function):
         whole: list[Tensor],
         epilogue: Callable[[Tensor], tuple],
         position: int,
+        last: frozenset[Node],
         *tensors: Tensor,
     ) -> tuple:
+        """
+        Args:
+            last: streamed inputs that nobody reads after this; their gradient is written over them.
+        """
         count = len(runner.segment.rows)
         given = Values(list(tensors[:count]), list(tensors[count:]), whole)
         node = runner.segment.outputs[0]
@@ -39,7 +45,11 @@ class OneSweepHead(torch.autograd.Function):
         ctx.unit = _unit(coefficients) if _is_half(runner) else None
         given.cotangents = [coefficients if ctx.unit is None else coefficients / ctx.unit]
         given.accumulators = runner.accumulators(given.constants)
-        gradients = [runner.allocate(n, step, tensors[0]) for n in runner.diff_rows]
+        inputs = dict(zip(runner.segment.rows, given.rows, strict=True))
+        gradients = [
+            inputs[n] if n in last and inputs[n].is_contiguous() else runner.allocate(n, step, tensors[0])
+            for n in runner.diff_rows
+        ]
         for index, extent in enumerate(runner.extents(step, runner.chunk)):
             value, *rows = runner.call("loss", extent, step, index, given)
             runner.write(node, output, extent, step, value)
@@ -72,7 +82,7 @@ class OneSweepHead(torch.autograd.Function):
         found.update(zip(runner.diff_constants, runner.finished(ctx.accumulators), strict=True))
         ctx.gradients = None
         inputs = (*runner.segment.rows, *runner.segment.constants)
-        return (None,) * 5 + tuple(found.get(n) for n in inputs)
+        return (None,) * 6 + tuple(found.get(n) for n in inputs)
 
 
 def _is_half(runner: SegmentRunner) -> bool:
