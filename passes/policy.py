@@ -18,8 +18,8 @@ import torch
 from torch.fx import Node
 
 from .attention import flash_applies
-from .chunk import ChunkProgram
-from .ir import Facts, Reach, Segment, tensors_of
+from .chunk import ALIGNED, VIEW_ONLY, ChunkProgram
+from .ir import Facts, Kind, Reach, Segment, tensors_of
 from .rules.contractions import sdpa_arguments
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -95,17 +95,32 @@ def row_bytes_of_attention(node: Node) -> tuple[int, int]:
 def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
     """The segments in order, those that keep their inputs together in one group.
 
-    A group is a run of up to `every` neighbouring segments that read along the sequence.
+    A group is a run of up to `every` neighbouring segments that read along the sequence. What looks rows up
+    (an embedding) joins the segment after it: looking them up again costs next to nothing, and then it is the
+    ids that are kept. Not so where that segment keeps its attention, which a group computes again.
     """
     found: list[list[Segment]] = []
     for segment in facts.segments:
-        joins = found and all(_in_groups(s) for s in (found[-1][-1], segment))
-        if joins and len(found[-1]) < policy.every:
+        if found and segment.mixings and _joins(facts, policy, found[-1]):
             found[-1].append(segment)
         else:
             found.append([segment])
     return found
 
 
-def _in_groups(segment: Segment) -> bool:
-    return bool(segment.mixings)
+def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
+    """True if a group takes in the segment after it, which reads along the sequence."""
+    layers = sum(bool(s.mixings) for s in group)
+    if group[-1].mixings:
+        return layers < policy.every
+    again = policy.save == "inputs" or policy.every > 1
+    return len(group) == 1 and again and _looks_up(facts, group[0])
+
+
+def _looks_up(facts: Facts, segment: Segment) -> bool:
+    """True for rows that come out of tables and pointwise ops, and are made of no other segment's rows."""
+    cheap = {torch.ops.aten.embedding.default, *ALIGNED, *VIEW_ONLY}
+    known = {Kind.STREAM, Kind.CONSTANT}
+    computed = [n for n in segment.nodes if facts.kinds.get(n) in known]
+    made = {n for s in facts.segments for n in s.outputs}
+    return not made.intersection(segment.rows) and all(n.target in cheap for n in computed)
