@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def layers_that_fit(config: dict[str, Any], memory: int, most: int = LAYERS) -> int:
-    """Layers whose weights and gradients, two bytes each, take at most half of the memory (bytes); one or more."""
+    """Layers whose weights and gradients, of two bytes, take at most half of `memory` bytes; one or more."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
     state = config["num_key_value_heads"] * config["head_dim"]
     layer = 2 * hidden * heads + 2 * hidden * state + 3 * hidden * config["intermediate_size"]
