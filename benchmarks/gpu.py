@@ -48,7 +48,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
 }
 LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
 LAYERS = 8
@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=8.5, metavar="N", help="for everything (8.5)")
     made.add_argument("--layers", type=int, metavar="N", help=f"of the model ({LAYERS}, or what fits)")
     made.add_argument("--chunk", type=int, default=2048, metavar="N", help="rows of a chunk (2048)")
+    made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the steps")
     made.add_argument("--modes", metavar="A,B", help="modes in order")
     made.add_argument(
         "--memory", default="16GiB", metavar="SIZE", help="of the search for the longest (16GiB)"
@@ -197,6 +198,7 @@ class Run:
             mode,
             LENGTHS,
             self.args.chunk,
+            dtype=self.args.dtype,
             activation_bytes=parse_bytes(self.args.memory),
             longest=1 << 21,
         )

@@ -10,6 +10,7 @@ from .cases import Case
 from .measuring import Result
 
 GIB, MIB = 2**30, 2**20
+ENDINGS = (".png", ".svg")
 # Colours that people with colour-blindness can tell apart (Okabe and Ito).
 OURS, PEERS = "#0072B2", "#B8B8B8"
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -24,18 +25,21 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> list[Path]:
-    found = [path.with_suffix(".png"), path.with_suffix(".svg")]
+def _save(figure: Any, path: Path, endings: Sequence[str]) -> list[Path]:
+    found = [path.with_name(path.name + ending) for ending in endings]
     for file in found:
         figure.savefig(file, dpi=150)
     return found
 
 
-def draw_cases(groups: Sequence[tuple[Case, Sequence[Result]]], path: Path) -> list[Path]:
+def draw_cases(
+    groups: Sequence[tuple[Case, Sequence[Result]]], path: Path, endings: Sequence[str] = ENDINGS
+) -> list[Path]:
     """Peak and time of every measured mode, one row of two panels a case.
 
     Args:
         path: of the pictures, without an ending.
+        endings: of the pictures.
 
     Returns:
         what was written: nothing without matplotlib or figures.
@@ -66,16 +70,19 @@ def draw_cases(groups: Sequence[tuple[Case, Sequence[Result]]], path: Path) -> l
             axes.margins(x=0.18)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, path)
+    return _save(figure, path, endings)
 
 
-def draw_sweep(axis: str, results: Sequence[Result], size: Any, path: Path) -> list[Path]:
+def draw_sweep(
+    axis: str, results: Sequence[Result], size: Any, path: Path, endings: Sequence[str] = ENDINGS
+) -> list[Path]:
     """Peak and time against one size, both axes logarithmic.
 
     Args:
         axis: the size's name.
         size: from a workload to its size.
         path: of the pictures, without an ending.
+        endings: of the pictures.
     """
     figure = _figure(10, 4)
     if figure is None:
@@ -92,4 +99,4 @@ def draw_sweep(axis: str, results: Sequence[Result], size: Any, path: Path) -> l
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel=what)
         axes.grid(which="both", color="0.9")
     panels[0].legend(frameon=False, fontsize=8)
-    return _save(figure, path)
+    return _save(figure, path, endings)

@@ -141,7 +141,10 @@ class Session:
         fits = {name: sweeps.fitted(axis, own) for name, own in sweeps.by_mode(results).items()}
         found = {"fits": fits, "results": [r.as_dict() for r in results]}
         self.document.setdefault("sweeps", {})[axis] = found
-        plots.draw_sweep(axis, results, sweeps.AXES[axis].of, self.args.out / f"sweep-{axis}")
+        size = sweeps.AXES[axis].of
+        plots.draw_sweep(axis, results, size, self.args.out / f"sweep-{axis}")
+        if self.args.docs:
+            plots.draw_sweep(axis, results, size, DOCS / f"benchmarks-{axis}", (".svg",))
         self._write()
 
     def _batch(self) -> None:
@@ -158,11 +161,9 @@ class Session:
     # ---- what is left behind
 
     def _write(self) -> None:
-        text = json.dumps(self.document, indent=2)
-        (self.args.out / "results.json").write_text(text + "\n")
-        if self.args.docs and "cases" in self.document:
-            DOCS.mkdir(exist_ok=True)
-            (DOCS / "benchmarks.json").write_text(text + "\n")
+        (self.args.out / "results.json").write_text(json.dumps(self.document, indent=2) + "\n")
+        if self.args.docs:
+            _merge(DOCS / "benchmarks.json", self.document)
 
     def _draw(self) -> None:
         if not self.groups:
@@ -171,7 +172,7 @@ class Session:
         if not drawn:
             self.console.print("no picture: matplotlib is not installed, or nothing was measured")
         elif self.args.docs:
-            plots.draw_cases(self.groups, DOCS / "benchmarks")
+            plots.draw_cases(self.groups, DOCS / "benchmarks", (".svg",))
         self.console.print(f"results: {self.args.out / 'results.json'}", *drawn, markup=False, soft_wrap=True)
 
     def _ratios(self) -> Ratios:
@@ -212,6 +213,15 @@ def _by_step(cases: list[Case]) -> list[list[Case]]:
         step = case.workload
         found.setdefault((step.model_key, step.tokens, step.batch), []).append(case)
     return list(found.values())
+
+
+def _merge(path: Path, document: dict[str, Any]) -> None:
+    """Put what was measured into a file that may hold other cases and sweeps."""
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    for key in ("cases", "sweeps"):
+        known.setdefault(key, {}).update(document.get(key, {}))
+    known |= {key: document[key] for key in ("environment", "batch") if key in document}
+    path.write_text(json.dumps(known, indent=2) + "\n")
 
 
 def _plain(args: argparse.Namespace) -> dict[str, Any]:
