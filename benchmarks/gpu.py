@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -42,7 +41,7 @@ QWEN3_8B: dict[str, Any] = {
 }
 TINY: dict[str, Any] = {
     **QWEN3_8B,
-    "vocab_size": 512,
+    "vocab_size": 8192,  # wide enough for a peak that the kernel counts
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
@@ -135,7 +134,6 @@ def in_process(job: Job, hear: Callable[[dict[str, Any]], None]) -> str | None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
     )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     stopped = threading.Event()
@@ -207,7 +205,7 @@ class Run:
         return made
 
     def go(self) -> int:
-        """Run everything; returns the exit status: 1 if the streamed step gave no figures."""
+        """Run everything; returns the exit status: 1 if steps of ours were wanted and none gave figures."""
         exact = replace(self.job("streamed"), exact=96 if self.args.tiny else 4096)
         if not self.args.tiny:  # one layer is enough, and eager in float32 has to fit
             exact = replace(exact, config={**self.config, "num_hidden_layers": 2})
@@ -222,7 +220,7 @@ class Run:
                 self._do(found, self.job(name), 1 / len(waiting))
         self._write()
         ours = [f for f in self.found if f.mode in MODES and MODES[f.mode].ours]
-        return 0 if any(m.get("peak_bytes") for f in ours for m in f.lengths) else 1
+        return 0 if not ours or any("median" in m for f in ours for m in f.lengths) else 1
 
     def _default(self) -> tuple[str, ...]:
         return ("checkpointing", "streamed", "streamed-host") if self.args.tiny else ORDER

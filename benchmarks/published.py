@@ -73,14 +73,17 @@ def main() -> None:
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
     model = load_model(args.checkout, spec)
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = model.model.get_input_embeddings().weight.shape[0]
     shape = (spec["batch_size"], spec["seq_len"])
     generator = torch.Generator().manual_seed(spec["seed"])
     ids = torch.randint(vocab, (shape[0] * shape[1],), generator=generator).view(shape).to(spec["device"])
     losses: list[float] = []
 
     def step() -> None:
-        """Its forward runs the backward of the loss head; what is left is asked for as in its scripts."""
+        """Its forward runs the backward as well. As in its scripts it gets a mask.
+
+        Without one its later chunks are given to the kernel as causal from the first row on, which is not so.
+        """
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False)
         if output.loss.requires_grad:
             output.loss.backward()
