@@ -87,8 +87,16 @@ def _chunked_loss(model: Any, spec: StepSpec) -> Step:
 
 
 def _fused_loss(model: Any, spec: StepSpec) -> Step:
+    """Checkpointing; TRL's head, which computes logits by tiles and keeps none.
+
+    NOTE [tiles on the CPU]: without Triton its tiles of 4096 rows become several temporaries as large, more
+    than the logits of a short sequence. It has no argument for their size.
+    """
+    import trl.kernels.chunked_logprob
     from trl.trainer.utils import add_fused_lm_head
 
+    if spec.device == "cpu":
+        trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE = spec.loss_chunk
     model.train()
     enable_checkpointing(model, bool(spec.options.get("offload")))
     add_fused_lm_head(model)

@@ -188,7 +188,9 @@ def cases_named(names: list[str]) -> list[Case]:
 
 def quick(case: Case) -> Case:
     """The case in a quarter of the length, where nothing is required, and without the slowest peers."""
-    others = ("checkpointing-fused-loss", "streamed-every-2", "streamed-disk") if case.name == "dense" else ()
+    others = (
+        ("checkpointing-chunked-loss", "streamed-every-2", "streamed-disk") if case.name == "dense" else ()
+    )
     return replace(
         case,
         workload=case.workload.scaled(QUICK_DIVISOR),

@@ -115,7 +115,7 @@ _ALL = (
         "checkpointing-fused-loss",
         "checkpointing, TRL's fused head",
         "fused-loss",
-        f"{CHECKPOINT}; {TRL}, its defaults",
+        f"{CHECKPOINT}; {TRL}, its defaults; on a CPU its tiles cut to {LOSS_CHUNK} rows",
         needs=(_package("trl"),),
     ),
     Mode(
