@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | format | docs | clean
+# make demo | test | test-all | check | format | bench | bench-check | docs | clean
 # On a fresh machine each of them first makes .venv and installs what is needed.
 
 PYTHON ?= python3
@@ -11,10 +11,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.installed-demo
 DOCS_STAMP := $(VENV)/.installed-docs
+BENCH_STAMP := $(VENV)/.installed-bench
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all check format docs clean install
+.PHONY: demo test test-all check format bench bench-check docs clean install
 
 install: $(STAMP)
 
@@ -45,6 +46,19 @@ check: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
+
+# Peers side by side: peak memory and time of one training step. ARGS="--quick" takes minutes, all of it hours.
+bench: $(BENCH_STAMP)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-check: $(BENCH_STAMP)
+	@$(BIN)/python -m benchmarks --check $(ARGS)
+
+# TRL is a peer and nothing else: without it that peer is left out, and the table says so.
+$(BENCH_STAMP): $(DEMO_STAMP)
+	@$(PIP) install -e ".[demo,plot]"
+	@$(PIP) install -e ".[trl]" || echo "trl cannot be installed: its fused head is not measured"
+	@touch $@
 
 # A warning is an error. The examples are run, so that the pages show what they print.
 docs: $(DOCS_STAMP)

@@ -169,6 +169,9 @@ def generate(app: Sphinx) -> None:
     write_outputs(folder, app.config.run_scripts)
     (folder / "op_coverage.md").write_text(op_coverage())
     (folder / "api.md").write_text(api())
+    from figures import benchmark_figures
+
+    (folder / "benchmarks.md").write_text(benchmark_figures(Path(app.srcdir) / "_static"))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -20,10 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 
@@ -31,6 +31,8 @@ MODES = ("eager", "checkpointing", "streamed")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WHATS = ("peak", "time", "both")
 MMAP_THRESHOLD = 65536
+#: How the process that runs a step is started; `--what` and `--json` are added.
+WORKER = (sys.executable, "-m", "streambp_fx.report.worker")
 
 Event = dict[str, Any]
 
@@ -84,10 +86,14 @@ class StepSpec:
         gradients_file: where to `torch.save` the gradients of the first measured step, as a dict of
             parameter name to tensor; None: nowhere.
         device: "cpu" or a CUDA device.
+        options: further options of `transform` ("streamed" only).
 
     Raises:
         ValueError: a field is out of range.
     """
+
+    #: What `mode` may be. A subclass that names more is run by a worker that knows them.
+    modes: ClassVar[tuple[str, ...]] = MODES
 
     source: str
     mode: str
@@ -104,16 +110,17 @@ class StepSpec:
     batch_file: str | None = None
     gradients_file: str | None = None
     device: str = "cpu"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.mode not in self.modes:
+            raise ValueError(f"mode must be one of {', '.join(self.modes)}, not {self.mode!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         minima = {"seq_len": 2, "chunk": 1, "loss_chunk": 1, "batch_size": 1, "steps": 1, "threads": 0}
-        for field, minimum in minima.items():
-            if getattr(self, field) < minimum:
-                raise ValueError(f"{field} must be at least {minimum}, not {getattr(self, field)}")
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
         if self.warmup_len is not None and not 2 <= self.warmup_len <= self.seq_len:
             raise ValueError(f"warmup_len must be from 2 to seq_len={self.seq_len}, not {self.warmup_len}")
 
@@ -207,7 +214,12 @@ def _tail(path: Path, lines: int = 15) -> str:
     return "\n".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
-def run_isolated(spec: StepSpec, what: str, on_event: Callable[[Event], None] | None = None) -> Measurement:
+def run_isolated(
+    spec: StepSpec,
+    what: str,
+    on_event: Callable[[Event], None] | None = None,
+    worker: Sequence[str] = WORKER,
+) -> Measurement:
     """Run the steps of `spec` in a process of its own: one warm-up, then `spec.steps` measured ones.
 
     Args:
@@ -219,6 +231,7 @@ def run_isolated(spec: StepSpec, what: str, on_event: Callable[[Event], None] | 
         on_event: called in this process with each message of the worker, a dict whose "event" is
             "loaded", "warm", "schedule" (with "text"; streamed only), "step" (with "index", "loss",
             "seconds", "peak_bytes"), "note" (with "text") or "done".
+        worker: the command that runs the steps; it takes the same arguments and writes the same events.
 
     Raises:
         ValueError: `what` is none of the three, or "both" with a single step.
@@ -228,8 +241,7 @@ def run_isolated(spec: StepSpec, what: str, on_event: Callable[[Event], None] | 
         raise ValueError(f"what must be one of {', '.join(WHATS)}, not {what!r}")
     if what == "both" and spec.steps < 2:
         raise ValueError("a run for both peak and time needs at least two steps")
-    command = [sys.executable, "-m", "streambp_fx.report.worker", "--what", what]
-    command += ["--json", json.dumps(asdict(spec))]
+    command = [*worker, "--what", what, "--json", json.dumps(asdict(spec))]
     done: Event | None = None
     with tempfile.TemporaryDirectory(prefix="streambp-fx-") as folder:
         log = Path(folder) / "stderr"

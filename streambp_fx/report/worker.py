@@ -25,6 +25,8 @@ from .measure import WHATS, Measurement, StepSpec, measure_step, use_default_all
 from .models import load_model, random_tokens
 
 Emit = Callable[..., None]
+#: Forward and backward on token ids, int64 (batch_size, seq_len); returns the loss.
+Step = Callable[[torch.Tensor], float]
 
 
 def _private_stdout() -> IO[str]:
@@ -71,7 +73,19 @@ def set_mode(model: nn.Module, spec: StepSpec) -> None:
     elif spec.mode == "streamed":
         import streambp_fx
 
-        streambp_fx.transform(model, chunk=spec.chunk, loss_chunk=spec.loss_chunk)
+        streambp_fx.transform(model, chunk=spec.chunk, loss_chunk=spec.loss_chunk, **spec.options)
+
+
+def build_step(model: nn.Module, spec: StepSpec) -> Step:
+    """The training step of `model` in the way that `spec.mode` names."""
+    set_mode(model, spec)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return loss.item()
+
+    return step
 
 
 def load_batch(spec: StepSpec, vocab_size: int) -> torch.Tensor:
@@ -114,7 +128,13 @@ def summary(results: list[tuple[float, Measurement]], what: str) -> dict[str, An
     }
 
 
-def run(spec: StepSpec, what: str, emit: Emit, notes: list[str]) -> list[tuple[float, Measurement]]:
+def run(
+    spec: StepSpec,
+    what: str,
+    emit: Emit,
+    notes: list[str],
+    build: Callable[[nn.Module, Any], Step] = build_step,
+) -> list[tuple[float, Measurement]]:
     """Warm up, then measure; the loss and the measurement of each step."""
     torch.manual_seed(spec.seed)
     if spec.threads:
@@ -123,15 +143,9 @@ def run(spec: StepSpec, what: str, emit: Emit, notes: list[str]) -> list[tuple[f
     notes.extend(loaded.notes)
     model = loaded.model.to(spec.device)  # type: ignore[arg-type]
     _own_weights(model)
-    set_mode(model, spec)
+    train_step = build(model, spec)
     ids = load_batch(spec, loaded.vocab_size).to(spec.device)
     emit("loaded")
-
-    def train_step(tokens: torch.Tensor) -> float:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        return loss.item()
-
     _zero_gradients(model)
     warm = ids[:, : spec.warmup_len or spec.seq_len]
     train_step(torch.empty(warm.shape, dtype=ids.dtype, device=ids.device).copy_(warm))
@@ -155,13 +169,23 @@ def run(spec: StepSpec, what: str, emit: Emit, notes: list[str]) -> list[tuple[f
     return results
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of the worker process; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m streambp_fx.report.worker", description=__doc__)
+def main(
+    argv: list[str] | None = None,
+    spec_type: type[StepSpec] = StepSpec,
+    build: Callable[[nn.Module, Any], Step] = build_step,
+) -> int:
+    """Entry point of a worker process; returns the exit status.
+
+    Args:
+        argv: `--what` and `--json`; None: those of the process.
+        spec_type: of what `--json` holds.
+        build: makes the step from the model and the spec.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--what", required=True, choices=WHATS, help="what the run is for")
     parser.add_argument("--json", required=True, help="the StepSpec, a JSON object")
     args = parser.parse_args(argv)
-    spec = StepSpec(**json.loads(args.json))
+    spec = spec_type(**json.loads(args.json))
     out = _private_stdout()
 
     def emit(event: str, **fields: Any) -> None:
@@ -169,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
     notes: list[str] = []
     _report_warnings(emit, notes)
-    results = run(spec, args.what, emit, notes)
+    results = run(spec, args.what, emit, notes, build)
     emit("done", notes=notes, **summary(results, args.what))
     out.close()
     return 0

@@ -168,3 +168,11 @@ def test_largest_difference(tmp_path):
     assert largest_difference(a, save("d", w=[3.0, float("nan")], b=[0.0])).parameter == "w"
     with pytest.raises(ValueError, match="one file only: b"):
         largest_difference(a, save("e", w=[3.0, 4.0]))
+
+
+@linux
+def test_options_reach_transform_and_another_worker_can_run_the_steps(config):
+    with pytest.raises(WorkerError, match="unknown option 'evry'"):
+        run_isolated(_spec(config, mode="streamed", options={"evry": 2}), "time")
+    with pytest.raises(WorkerError, match="No module named"):
+        run_isolated(_spec(config), "time", worker=(sys.executable, "-m", "no_such_worker"))

@@ -1,0 +1,150 @@
+"""In the process of a step: the step of a model in the way that a mode names."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from streambp_fx.report.measure import MODES, StepSpec
+from streambp_fx.report.worker import Step, build_step
+
+
+@dataclass(frozen=True)
+class PeerSpec(StepSpec):
+    """A training step in the way of one of the peers.
+
+    Attributes:
+        path: of the reference's folder.
+    """
+
+    modes: ClassVar[tuple[str, ...]] = (
+        *MODES,
+        "chunked-loss",
+        "fused-loss",
+        "liger",
+        "compile",
+        "reference",
+        "published",
+    )
+
+    path: str | None = None
+
+
+def build(model: nn.Module, spec: StepSpec) -> Step:
+    """The training step of `model` as `spec` says: forward and backward on ids, returning the loss."""
+    maker = BUILDERS.get(spec.mode)
+    return build_step(model, spec) if maker is None else maker(model, spec)
+
+
+def enable_checkpointing(model: Any, offload: bool) -> None:
+    """Checkpoint every layer; with `offload`, what is kept lies in pinned host memory meanwhile."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False}, **({"offload": True} if offload else {}))
+
+
+def _whole(call: Any) -> Step:
+    """A step from a function of ids that returns the loss as a tensor."""
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = call(tokens)
+        loss.backward()
+        return loss.item()
+
+    return step
+
+
+def _checkpointing(model: Any, spec: StepSpec) -> Step:
+    model.train()
+    enable_checkpointing(model, bool(spec.options.get("offload")))
+    return _whole(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def _chunked_loss(model: Any, spec: StepSpec) -> Step:
+    """Checkpointing; the head and the loss by chunks of rows, none of whose logits is kept."""
+    model.train()
+    enable_checkpointing(model, bool(spec.options.get("offload")))
+    head = model.get_output_embeddings()
+
+    def part(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(rows).float(), labels, reduction="sum")
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        labels = ids[:, 1:].flatten()
+        chunks = zip(hidden.split(spec.loss_chunk), labels.split(spec.loss_chunk), strict=True)
+        parts = [checkpoint(part, rows, words, use_reentrant=False) for rows, words in chunks]
+        return torch.stack(parts).sum() / labels.numel()  # type: ignore[arg-type]
+
+    return _whole(loss)
+
+
+def _fused_loss(model: Any, spec: StepSpec) -> Step:
+    """Checkpointing; TRL's head, which computes logits by tiles and keeps none.
+
+    NOTE [tiles on the CPU]: without Triton its tiles of 4096 rows become several temporaries as large, more
+    than the logits of a short sequence. It has no argument for their size.
+    """
+    import trl.kernels.chunked_logprob
+    from trl.trainer.utils import add_fused_lm_head
+
+    if spec.device == "cpu":
+        trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE = spec.loss_chunk
+    model.train()
+    enable_checkpointing(model, bool(spec.options.get("offload")))
+    add_fused_lm_head(model)
+    return _whole(lambda ids: model(input_ids=ids, labels=ids, fused_lm_head=True).loss)
+
+
+def _liger(model: Any, spec: StepSpec) -> Step:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+    return _checkpointing(model, spec)
+
+
+def _compile(model: Any, spec: StepSpec) -> Step:
+    """Inductor on forward and backward. Logits are no output of the graph, so they need not be kept."""
+    import torch._functorch.config
+
+    model.train()
+    torch._functorch.config.activation_memory_budget = spec.options["budget"]
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    return _whole(torch.compile(loss, dynamic=False))
+
+
+def _reference(model: nn.Module, spec: StepSpec) -> Step:
+    assert isinstance(spec, PeerSpec) and spec.path is not None
+    module = _load(Path(spec.path) / "streamed_qwen3.py")
+    model.train()
+    save = bool(spec.options.get("save_attention"))
+    return module.Streamed(model, spec.chunk, spec.loss_chunk, save).step
+
+
+def _load(path: Path) -> Any:
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[path.stem] = module
+    found.loader.exec_module(module)
+    return module
+
+
+BUILDERS = {
+    "checkpointing": _checkpointing,
+    "chunked-loss": _chunked_loss,
+    "fused-loss": _fused_loss,
+    "liger": _liger,
+    "compile": _compile,
+    "reference": _reference,
+}

@@ -1,0 +1,102 @@
+"""Results as pictures; a run without matplotlib has none, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .cases import Case
+from .measuring import Result
+
+GIB, MIB = 2**30, 2**20
+ENDINGS = (".png", ".svg")
+# Colours that people with colour-blindness can tell apart (Okabe and Ito).
+OURS, PEERS = "#0072B2", "#B8B8B8"
+LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def _figure(width: float, height: float) -> Any:
+    """matplotlib's figure, drawn without a display; None without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path, endings: Sequence[str]) -> list[Path]:
+    found = [path.with_name(path.name + ending) for ending in endings]
+    for file in found:
+        figure.savefig(file, dpi=150)
+    return found
+
+
+def draw_cases(
+    groups: Sequence[tuple[Case, Sequence[Result]]], path: Path, endings: Sequence[str] = ENDINGS
+) -> list[Path]:
+    """Peak and time of every measured mode, one row of two panels a case.
+
+    Args:
+        path: of the pictures, without an ending.
+        endings: of the pictures.
+
+    Returns:
+        what was written: nothing without matplotlib or figures.
+    """
+    shown = [(c, [r for r in rs if r.peak_bytes is not None or r.seconds]) for c, rs in groups]
+    shown = [(c, rs) for c, rs in shown if rs]
+    heights = [0.9 + 0.28 * len(rs) for _, rs in shown]
+    figure = _figure(11, sum(heights)) if shown else None
+    if figure is None:
+        return []
+    panels = figure.subplots(len(shown), 2, squeeze=False, height_ratios=heights)
+    for (case, results), (memory, time) in zip(shown, panels, strict=True):
+        names = [r.mode.name for r in results]
+        colours = [OURS if r.mode.ours else PEERS for r in results]
+        peaks = [(r.peak_bytes or 0) / MIB for r in results]
+        bars = memory.barh(names, peaks, color=colours)
+        memory.bar_label(bars, [f"{p:,.0f}" for p in peaks], padding=3, fontsize=8)
+        medians = [r.median or 0.0 for r in results]
+        low = [m - min(r.seconds, default=m) for m, r in zip(medians, results, strict=True)]
+        high = [max(r.seconds, default=m) - m for m, r in zip(medians, results, strict=True)]
+        bars = time.barh(names, medians, xerr=(low, high), color=colours, ecolor="0.3", capsize=2)
+        time.bar_label(bars, [f"{m:.3g}" for m in medians], padding=8, fontsize=8)
+        time.set_yticklabels([])
+        memory.set_title(f"{case.name}: peak, MiB over weights and gradients", fontsize=9, loc="left")
+        time.set_title("seconds a step, median and range", fontsize=9, loc="left")
+        for axes in (memory, time):
+            axes.invert_yaxis()
+            axes.margins(x=0.18)
+            axes.tick_params(labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path, endings)
+
+
+def draw_sweep(
+    axis: str, results: Sequence[Result], size: Any, path: Path, endings: Sequence[str] = ENDINGS
+) -> list[Path]:
+    """Peak and time against one size, both axes logarithmic.
+
+    Args:
+        axis: the size's name.
+        size: from a workload to its size.
+        path: of the pictures, without an ending.
+        endings: of the pictures.
+    """
+    figure = _figure(10, 4)
+    if figure is None:
+        return []
+    panels = figure.subplots(1, 2)
+    modes = list(dict.fromkeys(r.mode.name for r in results))
+    for position, name in enumerate(modes):
+        own = [r for r in results if r.mode.name == name and r.peak_bytes is not None]
+        style = {"color": LINES[position % len(LINES)], "marker": "o", "markersize": 4, "label": name}
+        panels[0].plot([size(r.workload) for r in own], [r.peak_bytes / GIB for r in own], **style)  # type: ignore[operator]
+        timed = [r for r in own if r.median is not None]
+        panels[1].plot([size(r.workload) for r in timed], [r.median for r in timed], **style)
+    for axes, what in zip(panels, ("peak, GiB over weights and gradients", "seconds a step"), strict=True):
+        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel=what)
+        axes.grid(which="both", color="0.9")
+    panels[0].legend(frameon=False, fontsize=8)
+    return _save(figure, path, endings)
