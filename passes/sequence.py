@@ -31,7 +31,8 @@ class Lengths:
         values: the value of each symbol in the call for which the graph is captured.
         fixed: the others are numbers to the passes, and not symbols.
         longer: rows that inputs have more than the sequence that is streamed: 1 where a function makes tokens
-            and labels of one input, `ids[:, :-1]` and `ids[:, 1:]`.
+            and labels of one input, `ids[:, :-1]` and `ids[:, 1:]`; -1 where the symbol is that of inputs
+            with a row for each prediction, and the tokens are one more.
         reason: why there is no sequence, if there is none.
     """
 
@@ -94,12 +95,12 @@ def find_lengths(module: GraphModule, seq_dim: Mapping[str, int] | None = None) 
 
 
 def _longer(module: GraphModule, found: set[sympy.Symbol]) -> int:
-    """By how much the inputs are longer than what the ops read along; 0 if that is not one number."""
+    """By how much the inputs are longer than what the ops read along; 0 if that is no number from -1 on."""
     reads = [expression(s) for s in _sizes_read(module)]
     of_sequence = [e for e in reads if e.free_symbols and e.free_symbols <= found]
     missing = {sympy.simplify(s - e) for e in of_sequence for s in e.free_symbols}
     (number,) = missing if len(missing) == 1 else (sympy.S.Zero,)
-    return int(number) if number.is_Integer and number > 0 else 0
+    return int(number) if number.is_Integer and number >= -1 else 0
 
 
 def lengths_read(module: GraphModule) -> set[int]:

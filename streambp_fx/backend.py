@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -33,6 +35,10 @@ Report = Callable[[Schedule], None]
 # NOTE [finding schedules]: what Dynamo compiled belongs to Dynamo. `schedule(model)` finds it again by the
 # model's parameters; nothing is kept alive by this set, and nothing is decided by it.
 _compiled: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+# What compiled graphs run in: a memory meter, which Dynamo would refuse around the call from outside.
+around: ContextVar[Callable[[], contextlib.AbstractContextManager[Any]]] = ContextVar(
+    "streambp_around", default=contextlib.nullcontext
+)
 
 
 def streambp(
@@ -131,7 +137,8 @@ class CompiledGraph:
             version = self._compile(self._sizes(inputs))
             self.versions.append(version)
         try:
-            return version(*inputs)
+            with around.get()():
+                return version(*inputs)
         except CompileError as error:
             position = self.versions.index(version)
             self.versions[position] = self._unstreamed(error)

@@ -40,7 +40,15 @@ def declare_dynamic(
         ValueError: `seq_dim` gives an input a dim that it does not have.
     """
     tensors = _tensor_inputs(module, example_inputs)
-    wanted = _named(tensors, seq_dim) if seq_dim else _of_read_lengths(module, tensors)
+    found = [_named(tensors, seq_dim)] if seq_dim else [_of_read_lengths(module, tensors)]
+    found.append(_one_off(module, tensors))
+    for wanted in found:
+        if _declare(wanted):
+            raise TensorifyScalarRestartAnalysis(restart_reason="streambp: the sequence length as a symbol")
+
+
+def _declare(wanted: list[tuple[torch.Tensor, set[int]]]) -> bool:
+    """Mark dims; False if all of them are marked already."""
     new = False
     for value, dims in wanted:
         declared = set(getattr(value, OURS, ()))
@@ -48,8 +56,7 @@ def declare_dynamic(
             setattr(value, OURS, declared | dims)
             setattr(value, MARK, set(getattr(value, MARK, ())) | dims)
             new = True
-    if new:
-        raise TensorifyScalarRestartAnalysis(restart_reason="streambp: the sequence length as a symbol")
+    return new
 
 
 # Ops that take a tensor of no dims as well as a number.
@@ -115,6 +122,19 @@ def _of_read_lengths(
     found = [(v, {d for d, size in enumerate(v.shape) if int(size) in lengths}) for _, v in tensors]
     if not any(dims for _, dims in found):
         found = [(v, {d for d, size in enumerate(v.shape) if size > 1}) for _, v in tensors]
+    return [(v, dims) for v, dims in found if dims]
+
+
+def _one_off(
+    module: GraphModule, tensors: list[tuple[Node, torch.Tensor]]
+) -> list[tuple[torch.Tensor, set[int]]]:
+    """Dims that are longer or shorter by one.
+
+    NOTE [one per prediction]: what belongs to the predictions (old log-probabilities, advantages, a mask) is
+    often shorter than the tokens by one. Where it meets them, a constant length makes theirs a constant.
+    """
+    lengths = {size + d for size in lengths_read(module) if size > 2 for d in (-1, 1)}
+    found = [(v, {d for d, size in enumerate(v.shape) if int(size) in lengths}) for _, v in tensors]
     return [(v, dims) for v, dims in found if dims]
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -21,7 +23,7 @@ def run(name: str) -> str:
 
 
 def losses(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", output)]
+    return [float(found) for found in re.findall(r"loss (-?\d+\.\d+)", output)]
 
 
 def test_fine_tune() -> None:
@@ -46,6 +48,28 @@ def test_own_objective() -> None:
     assert "2 sweeps over the loss head" in output
 
 
+def peaks(output: str) -> tuple[float, float]:
+    """Of the streamed step and of the unstreamed one, in MiB."""
+    streamed, unstreamed = map(float, re.findall(r"([\d.]+) MiB", output))
+    return streamed, unstreamed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "distillation"])
+def test_objective(name: str) -> None:
+    output = run(f"{name}.py")
+    assert len(losses(output)) >= 3 and (name == "grpo" or losses(output)[-1] < losses(output)[0])
+    streamed, unstreamed = peaks(output)
+    assert streamed < unstreamed / 4
+
+
+@pytest.mark.slow
+def test_trainer() -> None:
+    output = run("trainer.py")
+    assert len(losses(output)) == 5 and losses(output)[-1] < 0.95 * losses(output)[0]
+    assert len(re.findall(r"peak of activations [\d.]+ MiB", output)) == 5
+
+
 def test_inspect_schedule() -> None:
     output = run("inspect_schedule.py")
     assert "a window of 4096 rows" in output
@@ -66,4 +90,5 @@ def check_explained(schedule: list[str]) -> None:
 
 def test_every_example_is_run_here() -> None:
     tested = {name.removeprefix("test_") + ".py" for name in globals() if name.startswith("test_")}
+    tested |= {"sft.py", "grpo.py", "ppo.py", "distillation.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} <= tested

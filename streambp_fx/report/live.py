@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..backend import around
+
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operations made and nobody has let go yet.
@@ -57,8 +59,8 @@ class LiveBytes(TorchDispatchMode):
 def peak_live_bytes(step: Callable[[], object], known: Iterable[torch.Tensor] = ()) -> int:
     """The most bytes of tensors that are alive at once while `step` runs.
 
-    What `step` compiles should be compiled before. A model that `torch.compile` runs cannot be measured so,
-    because Dynamo refuses to run under a meter; one that `transform` changed can.
+    What `step` compiles should be compiled before. What `torch.compile` runs cannot be measured so, because
+    Dynamo refuses to run under a meter (see `peak_live_bytes_compiled`); a transformed model can.
 
     Args:
         step: for example a forward and backward. Gradients that it makes count as well.
@@ -66,4 +68,24 @@ def peak_live_bytes(step: Callable[[], object], known: Iterable[torch.Tensor] = 
     """
     with LiveBytes(known) as meter:
         step()
+    return meter.peak
+
+
+def peak_live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[torch.Tensor] = ()) -> int:
+    """The same for a step that `torch.compile(backend="streambp")` runs.
+
+    Counted are the graphs that the backend has compiled, and the whole backward.
+
+    Args:
+        loss: the forward, which returns the loss. It should have been called before, so that it is compiled.
+        known: tensors that do not count: the parameters, the batch.
+    """
+    meter = LiveBytes(known)
+    token = around.set(lambda: meter)
+    try:
+        value = loss()
+    finally:
+        around.reset(token)
+    with meter:
+        value.backward()
     return meter.peak

@@ -126,3 +126,30 @@ def test_no_logits_are_stored(objective: Objective, monkeypatch: pytest.MonkeyPa
     assert measure(lambda: objective(model, other, ids, weight).backward(), known).widest >= 2 * bound
     call(ids, weight).backward()
     assert 0 < measure_compiled(monkeypatch, lambda: call(ids, weight), known).widest < bound
+
+
+def test_inputs_with_a_row_for_each_prediction() -> None:
+    """Old log-probabilities and a mask are shorter than the tokens by one; other lengths compile nothing."""
+    torch._dynamo.reset()
+
+    def loss(model: Any, ids: Tensor, mask: Tensor, old: Tensor) -> Tensor:
+        ratio = (log_probabilities(model(input_ids=ids).logits, ids) - old).exp()
+        return -(torch.minimum(ratio, ratio.clamp(0.8, 1.2)) * mask).sum() / mask.sum()
+
+    with in_double(functools.partial(build, "llama")):
+        eager, model = build("llama"), build("llama")
+        call = torch.compile(loss, backend="streambp", options=OPTIONS)
+        for length in (67, 80):
+            ids, weight = data(length)
+            batch = (ids, weight[:, 1:].contiguous(), -4.5 - weight[:, :-1])
+            eager.zero_grad()
+            want = loss(eager, *batch)
+            want.backward()
+            model.zero_grad()
+            got = call(model, *batch)
+            got.backward()
+            assert_close_loss(got.detach(), want.detach(), 1e-9)
+            assert_close_grads(grads(model), grads(eager), 1e-9)
+        schedule = streambp_fx.schedule(model)
+        assert schedule is not None and all(s.chunked for s in schedule.segments), str(schedule)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
