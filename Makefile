@@ -30,7 +30,7 @@ $(DEMO_STAMP): pyproject.toml
 	@touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	@$(PIP) install -e ".[dev,demo,plot,pages,lora]"
+	@$(PIP) install -e ".[dev,demo,plot,pages,lora,trl]"
 	@touch $@
 
 demo: $(DEMO_STAMP)

@@ -150,7 +150,7 @@ def test_every_page_can_be_reached_and_every_example_is_in_the_guide() -> None:
     listed = set(re.findall(r"^(\w+(?:/\w+)?)$", text("index.md"), re.M))
     assert {page.stem for page in DOCS.glob("*.md")} - {"index"} <= listed
     for example in (ROOT / "examples").glob("*.py"):
-        assert f"{{literalinclude}} ../examples/{example.name}" in text("guide.md")
+        assert f"{{literalinclude}} ../examples/{example.name}" in text("guide.md") + text("trainers.md")
         assert f"_generated/{example.stem}.txt" in "".join(page.read_text() for page in PAGES)
 
 
