@@ -48,11 +48,7 @@ def ragged(left: list[int], right: list[int], length: int = 67) -> dict[str, tor
 def test_packed_documents_are_exact_and_apart() -> None:
     """The loss of the packed row is that of the documents, each alone."""
     rows = documents()
-    batches = {
-        "positions": packed(rows),
-        "lengths as well": packed(rows, return_flash_attn_kwargs=True),
-        "other borders": packed(documents(LENGTHS[::-1])),
-    }
+    batches = {"packed": packed(rows), "other borders": packed(documents(LENGTHS[::-1]))}
     _, streamed = check_exact(LLAMA, batches)
     assert_all_chunked(streamed)
     with in_double(LLAMA):
@@ -62,7 +58,7 @@ def test_packed_documents_are_exact_and_apart() -> None:
             apart.append(LLAMA()(input_ids=ids, labels=ids).loss * max(0, ids.shape[1] - 1))
         apart_losses = [x for x in apart if x.isfinite()]
         count = sum(n - 1 for n in LENGTHS)
-        loss, _ = step(streamed, batches["positions"])
+        loss, _ = step(streamed, batches["packed"])
         assert abs(sum(apart_losses) / count - loss) <= 1e-9 * loss
 
 
