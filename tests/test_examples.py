@@ -81,9 +81,10 @@ def test_inspect_schedule() -> None:
 def check_explained(schedule: list[str]) -> None:
     """Every column and every line below the table has its paragraph in the page on schedules."""
     page = (EXAMPLES.parent / "docs" / "reading_a_schedule.md").read_text()
-    below = [line for line in schedule[2:] if not re.match(r"  \d+(-\d+)? +(layer|rows|whole) ", line)]
+    table = r"  \d+(-\d+)? +(layer|rows|whole) "
+    below = [line for line in schedule[2:] if not re.match(table, line) and not line.startswith("    ")]
     assert len(below) >= 2
-    terms = [*schedule[1].split(), *(re.sub(r"^ *\d* *", "", line).split(":")[0] for line in below)]
+    terms = [*schedule[1].split(), *(line.strip().split(":")[0] for line in below)]
     missing = [term for term in terms if f"\n`{term}`\n: " not in page]
     assert not missing, f"{missing}: not explained in docs/reading_a_schedule.md"
 
