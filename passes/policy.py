@@ -101,7 +101,8 @@ def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
     """
     found: list[list[Segment]] = []
     for segment in facts.segments:
-        if found and segment.mixings and _joins(facts, policy, found[-1]):
+        trained = any(n in facts.needs_grad for n in segment.outputs)  # a teacher keeps nothing
+        if found and trained and segment.mixings and _joins(facts, policy, found[-1]):
             found[-1].append(segment)
         else:
             found.append([segment])
@@ -112,7 +113,8 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
     """True if a group takes in the segment after it, which reads along the sequence."""
     layers = sum(bool(s.mixings) for s in group)
     if group[-1].mixings:
-        return layers < policy.every
+        trained = any(n in facts.needs_grad for n in group[-1].outputs)
+        return trained and layers < policy.every
     again = policy.save == "inputs" or policy.every > 1
     return len(group) == 1 and again and _looks_up(facts, group[0])
 

@@ -8,6 +8,7 @@ is an expression in the sequence length, the batch size and the chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -260,7 +261,8 @@ class StepCost(ProgramCosts):
             return
         for segment in group if self.options.save == "attention" else group[:-1]:
             runner = self.executor.runners[segment.index]
-            yield from self._segment_forward(ledger, sizes, segment, runner, "backward")
+            for moment in self._segment_forward(ledger, sizes, segment, runner, "backward"):
+                yield replace(moment, segment=group[-1].index)  # it is the backward of that one that waits
         inputs = {n for s in group for n in s.rows}
         ledger.drop(*(("value", n) for n in group[-1].outputs if n not in inputs))
 

@@ -157,7 +157,8 @@ def test_the_command_line(
     ]
     assert main(["explain", config, *sizes, "--html", str(page), "--plot", str(picture), "--dot"]) == 0
     shown = capsys.readouterr().out
-    assert asked == [("LlamaForCausalLM", (200, 2), {"chunk": 32, "loss_chunk": 16})]
+    policy = {"save": "inputs", "every": 1, "offload": "none"}
+    assert asked == [("LlamaForCausalLM", (200, 2), {"chunk": 32, "loss_chunk": 16, **policy})]
     assert f"wrote {page}\nwrote {picture}\ndigraph" in shown and "Schedule of" not in shown
     text = page.read_text()
     assert "Schedule of tiny.json, float32, 2 x 200 tokens" in text and "segments 1-2 (2 times)" in text
