@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -47,7 +48,7 @@ def facts_of(model: Any) -> Facts:
 ALL_OF_THEM = "disk, attention, every 2"
 
 
-@pytest.mark.parametrize("policy", sample(POLICIES, "attention", "every 2", "disk", ALL_OF_THEM))
+@pytest.mark.parametrize("policy", sample(POLICIES, "attention", "every 2", ALL_OF_THEM))
 def test_exact(policy: str) -> None:
     factory = functools.partial(build, "llama", num_hidden_layers=3)
     check_exact(factory, BATCHES, **POLICIES[policy])
@@ -56,7 +57,7 @@ def test_exact(policy: str) -> None:
 OTHERS = ["gemma3_text", "mistral", "opt", "bloom", "gpt2", "falcon"]
 
 
-@pytest.mark.parametrize("family", sample(OTHERS, "gemma3_text", "opt", "bloom"))
+@pytest.mark.parametrize("family", sample(OTHERS, "gemma3_text", "bloom"))
 def test_exact_for_other_kinds_of_attention(family: str) -> None:
     """Windows, biases, positions added to scores, no kernel at all."""
     factory = functools.partial(build, family)
@@ -117,7 +118,7 @@ def live(model: Any, batch: dict[str, Any]) -> int:
     return measure(run, [*known, *batch.values()]).peak
 
 
-@pytest.mark.parametrize("policy", sample(POLICIES, "attention", "every 2, attention", ALL_OF_THEM))
+@pytest.mark.parametrize("policy", sample(POLICIES, "attention", ALL_OF_THEM))
 def test_predicted_peak_is_what_is_live(policy: str) -> None:
     model = build("llama", dtype=torch.float32, num_hidden_layers=6, **WIDE)
     for p in model.parameters():
@@ -135,6 +136,7 @@ def test_predicted_peak_is_what_is_live(policy: str) -> None:
     assert expression.free_symbols, "a policy has an expression as well"
 
 
+@pytest.mark.slow
 def test_policies_hold_less_where_they_should() -> None:
     peaks = {}
     for name, policy in {"default": {}, **POLICIES}.items():
@@ -238,6 +240,15 @@ def test_the_schedule_names_the_policy() -> None:
     assert sum(saved.values()) == 32 * 8 + 4 * (8 * 8 + 8) and len(saved) == 3, saved
 
 
+def gone(store: weakref.ref[Any], seconds: float = 10.0) -> bool:
+    """True if it is let go; the thread that wrote may need a moment to let go of its last work."""
+    end = time.monotonic() + seconds
+    while store() is not None and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    return store() is None
+
+
 def test_disk_file_is_gone_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the backward, although the loss is still held; and with the loss, if there is no backward."""
     stores: list[weakref.ref[Any]] = []
@@ -259,12 +270,10 @@ def test_disk_file_is_gone_with_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     loss = model(**plain(2, 40)).loss
     assert stores[0]() is not None and written[-1] > 0
     loss.backward()
-    gc.collect()
-    assert stores[0]() is None
+    assert gone(stores[0])
     loss = model(**plain(2, 40)).loss
     del loss
-    gc.collect()
-    assert len(stores) == 2 and stores[1]() is None
+    assert len(stores) == 2 and gone(stores[1])
 
 
 def test_no_room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
