@@ -230,6 +230,11 @@ class Schedule:
             f"  stored for the backward: {readable(self.stored_bytes_per_row())} a row of the batch"
             + self._total()
         )
+        again = [s for g in groups(self.facts, self.policy) for s in g[:-1]]
+        if again:
+            numbers = ", ".join(str(s.index) for s in again)
+            what = f"segment {numbers} gives" if len(again) == 1 else f"segments {numbers} give"
+            lines.append(f"  not stored but computed again: what {what}")
         if self.options.policy == "auto":
             lines.append("  memory policy: chosen at the first step of a length")
         elif self.policy != Policy():
