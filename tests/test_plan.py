@@ -148,6 +148,7 @@ def test_bad_sizes_in_python(folder: Path) -> None:
         streambp_fx.plan(folder, 64, lora_rank=0)
 
 
+@pytest.mark.slow
 def test_policies_in_a_plan(tmp_path: Path) -> None:
     """More is kept: less work, shorter sequences. Less, or elsewhere: the other way round."""
     LlamaConfig(**{**SIZES, "num_hidden_layers": 6}, **HEADS).save_pretrained(tmp_path)

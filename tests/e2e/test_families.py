@@ -35,6 +35,8 @@ from e2e_models import (
 FLOAT32_ONLY = ("xglm",)
 FIRST = [(family, impls(family)[0]) for family in FAMILIES]
 SECOND = [(family, impl) for family in FAMILIES for impl in impls(family)[1:]]
+MOST = ("T=67, a ragged last chunk", "T=4*chunk+1, a tail of one row", "T=hidden size", "left padding")
+MOST += ("right padding of more than a chunk",)
 SOME = [(family, "eager") for family in ("llama", "mistral", "opt")]
 
 
@@ -67,16 +69,19 @@ def masked() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("family", "impl"), sample([*FIRST, *SECOND], *FIRST, *SOME))
 def test_float64(family: str, impl: str) -> None:
-    """Every kind of batch on the attention the family prefers; the mask and a ragged end on the other."""
-    if impl == impls(family)[0]:
-        batches = {**lengths(), **masked()}
-    else:
-        batches = {"T=67": plain(2, 67), "left padding": padded(67, "left"), "right": padded(65, "right")}
+    """Ragged ends, a tail of one row, a length that is another size as well, padding on both sides."""
+    batches = {n: b for n, b in {**lengths(), **masked()}.items() if n in MOST}
     _, streamed = check_exact(functools.partial(build, family, impl), batches)
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "falcon"])
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gemma3_text", "bloom", "gpt2"))
+def test_float64_on_every_kind_of_batch(family: str) -> None:
+    _, streamed = check_exact(functools.partial(build, family), {**lengths(), **masked()})
+    assert_all_chunked(streamed)
+
+
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom", "falcon"], "gemma2", "falcon"))
 def test_one_sample(family: str) -> None:
     _, streamed = check_exact(
         functools.partial(build, family), {"batch 1": plain(1, 67), "T=17": plain(1, 17)}
