@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from streambp_fx.cli import at_least
+
 from .cases import BATCH, CASES
 from .errors import BenchmarkError
 from .modes import Setup
@@ -20,16 +22,6 @@ from .tables import list_tables
 OUT = Path("build/bench")
 #: Of tables where there is no terminal, in characters.
 WIDTH = 150
-
-
-def _above_zero(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 def _share(text: str) -> float:
@@ -68,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     )
     how = made.add_argument_group("how")
     how.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    how.add_argument("--steps", type=_above_zero, default=3, metavar="N", help="timed steps of a run (3)")
-    how.add_argument("--rounds", type=_above_zero, default=1, metavar="N", help="timed runs of each mode (1)")
-    how.add_argument("--threads", type=_above_zero, metavar="N", help="of PyTorch (as many as it chooses)")
+    how.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="timed steps of a run (3)")
+    how.add_argument("--rounds", type=at_least(1), default=1, metavar="N", help="timed runs of each mode (1)")
+    how.add_argument("--threads", type=at_least(1), metavar="N", help="of PyTorch (as many as it chooses)")
     how.add_argument("--out", type=Path, default=OUT, metavar="FOLDER", help=f"for results ({OUT})")
     how.add_argument("--docs", action="store_true", help="also write the figures of the documentation")
     against = made.add_argument_group("recorded ratios")

@@ -152,6 +152,10 @@ class Facts:
         """True if a size of the value mentions the sequence length."""
         return self.degree(node) > 0
 
+    def trains(self, segment: Segment) -> bool:
+        """True if a gradient reaches what a segment makes; not so for a teacher or a reference model."""
+        return any(n in self.needs_grad for n in segment.outputs)
+
     def degree(self, node: Node) -> int:
         """In how many dims of the value the sequence length occurs."""
         if self.sequence is None:

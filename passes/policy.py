@@ -92,6 +92,12 @@ def row_bytes_of_attention(node: Node) -> tuple[int, int]:
     return heads * size * value.element_size(), heads * sums.itemsize
 
 
+def rows_from_outside(group: list[Segment]) -> list[Node]:
+    """The streamed inputs of segments that run one after the other, without what they make for each other."""
+    made = {n for s in group for n in s.outputs}
+    return list(dict.fromkeys(n for s in group for n in s.rows if n not in made))
+
+
 def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
     """The segments in order, those that keep their inputs together in one group.
 
@@ -101,8 +107,7 @@ def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
     """
     found: list[list[Segment]] = []
     for segment in facts.segments:
-        trained = any(n in facts.needs_grad for n in segment.outputs)  # a teacher keeps nothing
-        if found and trained and segment.mixings and _joins(facts, policy, found[-1]):
+        if found and facts.trains(segment) and segment.mixings and _joins(facts, policy, found[-1]):
             found[-1].append(segment)
         else:
             found.append([segment])
@@ -113,8 +118,7 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
     """True if a group takes in the segment after it, which reads along the sequence."""
     layers = sum(bool(s.mixings) for s in group)
     if group[-1].mixings:
-        trained = any(n in facts.needs_grad for n in group[-1].outputs)
-        return trained and layers < policy.every
+        return facts.trains(group[-1]) and layers < policy.every
     again = policy.save == "inputs" or policy.every > 1
     return len(group) == 1 and again and _looks_up(facts, group[0])
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from .options import CHOICES
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
     """An argument type: an int that is not below `minimum`."""
 
     def parse(text: str) -> int:
@@ -40,14 +40,12 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         "then measure memory, time and gradients against Hugging Face gradient checkpointing.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    demo.add_argument("--seq-len", type=at_least(2), default=4096, metavar="N", help="tokens of the sequence")
     demo.add_argument(
-        "--seq-len", type=_at_least(2), default=4096, metavar="N", help="tokens of the sequence"
+        "--chunk", type=at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
     )
     demo.add_argument(
-        "--chunk", type=_at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
-    )
-    demo.add_argument(
-        "--loss-chunk", type=_at_least(1), default=256, metavar="N", help="rows in a chunk of the loss head"
+        "--loss-chunk", type=at_least(1), default=256, metavar="N", help="rows in a chunk of the loss head"
     )
     demo.add_argument(
         "--model",
@@ -55,12 +53,12 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         metavar="PATH_OR_CONFIG",
         help="smollm2, a directory with config.json (and weights), or a config.json file; never downloaded",
     )
-    demo.add_argument("--steps", type=_at_least(1), default=2, metavar="N", help="steps of fine-tuning")
+    demo.add_argument("--steps", type=at_least(1), default=2, metavar="N", help="steps of fine-tuning")
     demo.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float64"), default="float32", help="of the weights"
     )
     demo.add_argument(
-        "--threads", type=_at_least(0), default=0, metavar="N", help="of PyTorch; 0: as many as it chooses"
+        "--threads", type=at_least(0), default=0, metavar="N", help="of PyTorch; 0: as many as it chooses"
     )
     demo.set_defaults(handler=_demo)
 
@@ -96,19 +94,19 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
     )
     verify.add_argument(
         "--seq-len",
-        type=_at_least(2),
+        type=at_least(2),
         metavar="N",
         help="tokens of each sequence (default: 261, or fewer if the model has fewer positions)",
     )
     verify.add_argument(
-        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
+        "--batch-size", type=at_least(1), default=1, metavar="N", help="sequences (default: 1)"
     )
     verify.add_argument(
-        "--chunk", type=_at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
+        "--chunk", type=at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
     )
     verify.add_argument(
         "--loss-chunk",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="rows in a chunk of the loss head (default: a quarter of the sequence, 256 at most)",
     )
@@ -145,19 +143,19 @@ def _add_step_without_weights(command: argparse.ArgumentParser, length_required:
         help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
     )
     command.add_argument(
-        "--seq-len", type=_at_least(2), required=length_required, metavar="N", help="tokens of each sequence"
+        "--seq-len", type=at_least(2), required=length_required, metavar="N", help="tokens of each sequence"
     )
     command.add_argument(
-        "--batch-size", type=_at_least(1), default=1, metavar="N", help="sequences (default: 1)"
+        "--batch-size", type=at_least(1), default=1, metavar="N", help="sequences (default: 1)"
     )
-    command.add_argument("--chunk", type=_at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
+    command.add_argument("--chunk", type=at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
     command.add_argument(
-        "--loss-chunk", type=_at_least(1), metavar="N", help="rows in a chunk of the loss head"
+        "--loss-chunk", type=at_least(1), metavar="N", help="rows in a chunk of the loss head"
     )
     command.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
     command.add_argument("--save", default="inputs", choices=CHOICES["save"], help="what a layer keeps")
     command.add_argument(
-        "--every", type=_at_least(1), default=1, metavar="K", help="every K-th layer keeps it"
+        "--every", type=at_least(1), default=1, metavar="K", help="every K-th layer keeps it"
     )
     command.add_argument(
         "--offload", default="none", choices=CHOICES["offload"], help="where it lies meanwhile"
@@ -173,7 +171,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     )
     _add_step_without_weights(plan)
     plan.add_argument("--memory", metavar="SIZE", help="of the device, for example 80GiB")
-    plan.add_argument("--lora-rank", type=_at_least(1), metavar="N", help="train LoRA adapters of this rank")
+    plan.add_argument("--lora-rank", type=at_least(1), metavar="N", help="train LoRA adapters of this rank")
     plan.add_argument(
         "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
     )

@@ -38,7 +38,7 @@ from .options import Options
 from .passes.cost import ProgramCost, largest
 from .passes.extract import Subgraph
 from .passes.ir import Facts, Segment, shape_of, tensors_of
-from .passes.policy import Policy, attention_outputs, row_bytes_of_attention
+from .passes.policy import Policy, attention_outputs, row_bytes_of_attention, rows_from_outside
 from .program_costs import ProgramCosts
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
@@ -180,11 +180,10 @@ class StepCost(ProgramCosts):
         if number >= len(groups):
             return []
         group = groups[number]
-        besides = {n for g in groups[number + 1 :] for s in g for n in s.rows}
-        besides |= {n for s in group for n in s.outputs}
-        rows = (n for s in group for n in s.rows if n not in besides and n.op != "placeholder")
+        later = {n for g in groups[number + 1 :] for s in g for n in s.rows}
+        rows = [n for n in rows_from_outside(group) if n not in later and n.op != "placeholder"]
         kept = [("kept", s.index) for s in group if len(group) == 1]
-        return [*(("value", n) for n in dict.fromkeys(rows)), *kept]
+        return [*(("value", n) for n in rows), *kept]
 
     def _leave(self, ledger: Ledger, number: int) -> None:
         """What a group keeps has left the device: while the next runs, it is on its way."""
@@ -231,7 +230,7 @@ class StepCost(ProgramCosts):
         """After the forward only what a backward will read is held."""
         saved: set[Any] = set()
         for segment in self.facts.segments:
-            if any(n in self.facts.needs_grad for n in segment.outputs):
+            if self.facts.trains(segment):
                 saved |= {("value", n) for n in segment.rows} | {
                     ("whole", _storage(n)) for n in segment.whole
                 }
@@ -249,7 +248,7 @@ class StepCost(ProgramCosts):
             yield from self._again(ledger, sizes, group)
             for segment in reversed(group):
                 runner = self.executor.runners[segment.index]
-                if not any(n in self.facts.needs_grad for n in segment.outputs):
+                if not self.facts.trains(segment):
                     continue
                 if self.executor.one_sweep is None or segment.index != last:
                     yield from self._segment_backward(ledger, sizes, segment, runner)

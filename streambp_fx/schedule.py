@@ -15,8 +15,8 @@ from .files import check_writable, write_whole
 from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.capture import source_line
-from .passes.ir import Facts, Segment
-from .passes.policy import Policy, groups
+from .passes.ir import Facts
+from .passes.policy import Policy, groups, rows_from_outside
 from .passes.segment import row_bytes
 from .segments import READS, ScheduledSegment
 from .units import readable, readable_work
@@ -114,13 +114,11 @@ class Schedule:
         """
         kept: dict[str, int] = {}
         for group in groups(self.facts, self.policy):
-            own = [ScheduledSegment(self, s) for s in group]
-            kept |= own[0].saved if len(own) == 1 else self._inputs_from_outside(group)
+            if len(group) == 1:
+                kept |= ScheduledSegment(self, group[0]).saved
+            else:
+                kept |= {n.name: int(row_bytes(self.facts, n)) for n in rows_from_outside(group)}
         return sum(kept.values())
-
-    def _inputs_from_outside(self, group: list[Segment]) -> dict[str, int]:
-        made = {n for s in group for n in s.outputs}
-        return {n.name: int(row_bytes(self.facts, n)) for s in group for n in s.rows if n not in made}
 
     @property
     def policy(self) -> Policy:

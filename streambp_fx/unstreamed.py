@@ -40,11 +40,11 @@ def timeline(cost: StepCost, sizes: Sizes, checkpointing: bool) -> list[Unstream
     moments = []
     held: Any = 0
     for segment, own in zip(segments, kept, strict=True):
-        running = own if _differentiated(cost, segment) else _running(cost, segment, sizes)
+        running = own if cost.facts.trains(segment) else _running(cost, segment, sizes)
         moments.append(UnstreamedMoment("forward", segment.index, held + running))
         held = held + own
     for segment, own in zip(reversed(segments), reversed(kept), strict=True):
-        if not _differentiated(cost, segment):
+        if not cost.facts.trains(segment):
             continue
         running = _running(cost, segment, sizes)
         again = checkpointing and bool(segment.mixings)
@@ -63,14 +63,9 @@ def flops(cost: StepCost, sizes: Sizes) -> Any:
     return sum(cost.value(_cost(cost, s).flops, sizes) for s in cost.facts.segments)
 
 
-def _differentiated(cost: StepCost, segment: Segment) -> bool:
-    """False for what runs without a gradient: a teacher, a reference model."""
-    return any(n in cost.facts.needs_grad for n in segment.outputs)
-
-
 def _cost(cost: StepCost, segment: Segment) -> ProgramCost:
     """Forward and VJP of a segment at once, or the forward alone where there is no gradient."""
-    return cost.joint_cost(segment, backward=_differentiated(cost, segment))
+    return cost.joint_cost(segment, backward=cost.facts.trains(segment))
 
 
 def _running(cost: StepCost, segment: Segment, sizes: Sizes) -> Any:
@@ -80,8 +75,8 @@ def _running(cost: StepCost, segment: Segment, sizes: Sizes) -> Any:
 
 def _kept(cost: StepCost, segment: Segment, sizes: Sizes, checkpointing: bool) -> Any:
     """Bytes that a segment's forward leaves for its backward; without one, for that of others."""
-    if not _differentiated(cost, segment):
-        readers = [s for s in cost.facts.segments if _differentiated(cost, s)]
+    if not cost.facts.trains(segment):
+        readers = [s for s in cost.facts.segments if cost.facts.trains(s)]
         return sum(cost.bytes_of(n, sizes) for n in segment.outputs if any(n in s.rows for s in readers))
     if checkpointing and segment.mixings:
         return sum(cost.bytes_of(n, sizes) for n in segment.rows if n.op != "placeholder")

@@ -80,6 +80,11 @@ def peak_live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[t
         loss: the forward, which returns the loss. It should have been called before, so that it is compiled.
         known: tensors that do not count: the parameters, the batch.
     """
+    return live_bytes_compiled(loss, known).peak
+
+
+def live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[torch.Tensor] = ()) -> LiveBytes:
+    """What `peak_live_bytes_compiled` counts, with everything that was counted."""
     meter = LiveBytes(known)
     token = around.set(lambda: meter)
     try:
@@ -88,4 +93,4 @@ def peak_live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[t
         around.reset(token)
     with meter:
         value.backward()
-    return meter.peak
+    return meter

@@ -194,7 +194,7 @@ class Executor:
             for segment in group:
                 self._run_segment(segment, values, sizes, step)
             return
-        inputs, outputs = self.inputs_of(group, values), self.outputs_of(group)
+        inputs, outputs = self._inputs_of(group, values), self.outputs_of(group)
         fixed = {n: v for n, v in inputs.items() if not isinstance(v, Tensor)}
         tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
         nodes, runs = list(tensors), itertools.count()  # the function must not hold the tensors
@@ -208,11 +208,10 @@ class Executor:
                 self._run_segment(segment, local, sizes, step, unread)
             return tuple(local[n] for n in outputs)
 
-        random = any(isinstance(r, Subgraph) and r.random for r in (self.runners[s.index] for s in group))
-        found = checkpoint(run, *tensors.values(), use_reentrant=False, preserve_rng_state=random)
+        found = checkpoint(run, *tensors.values(), use_reentrant=False, preserve_rng_state=self.random)
         values.update(zip(outputs, found, strict=True))
 
-    def inputs_of(self, group: list[Segment], values: dict[Any, Any]) -> dict[Node, Any]:
+    def _inputs_of(self, group: list[Segment], values: dict[Any, Any]) -> dict[Node, Any]:
         made = {n for s in group for n in s.outputs}
         read = [n for s in group for n in _reads(s, self.runners[s.index])]
         return {n: values[n] for n in read if n not in made and n in values}

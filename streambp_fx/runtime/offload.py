@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -40,7 +41,7 @@ class Stored:
         self.asked = False
 
 
-class Store:
+class Store(ABC):
     """What both places share: which tensors go, and in which order they are fetched.
 
     Args:
@@ -87,21 +88,21 @@ class Store:
         found = (r() for r in self.groups[group]) if group >= 0 else ()
         return [s for s in found if s is not None and not s.asked]
 
+    @abstractmethod
     def settle(self, group: int) -> None:
         """Wait until what this segment and those before it saved has left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, stored: Stored, tensor: Tensor) -> None:
         """Begin to move a tensor away; it is not changed meanwhile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fetch(self, stored: Stored) -> Any:
         """Begin to bring a tensor back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, arriving: Any) -> Tensor:
         """The tensor that `fetch` brings, once it is there."""
-        raise NotImplementedError
 
 
 class DiskStore(Store):

@@ -51,7 +51,7 @@ class SegmentRunner:
     def __init__(self, facts: Facts, segment: Segment, programs: SegmentPrograms, chunk: int) -> None:
         self.facts, self.segment, self.programs, self.chunk = facts, segment, programs, chunk
         self.model = programs.segment
-        self.needs_grad = any(n in facts.needs_grad for n in segment.outputs)
+        self.needs_grad = facts.trains(segment)
         twins = dict(zip(self.model.nodes, segment.nodes, strict=True))
         self.masks = [m.mask for m in segment.mixings if m.mask is not None]
         self.model_masks = {

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e2e_check import assert_close_grads, assert_close_loss, grads, in_double
-from e2e_memory import measure, measure_compiled
+from e2e_memory import measure
 from e2e_models import CHUNK, LOSS_CHUNK, VOCAB, build, sample
 from torch import Tensor
 
 import streambp_fx
 from streambp_fx.backend import schedules_of
+from streambp_fx.report.live import live_bytes_compiled
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
 Objective = Callable[[Any, Any, Tensor, Tensor], Tensor]
@@ -112,7 +113,7 @@ def test_exact(family: str, objective: Objective) -> None:
 
 
 @pytest.mark.parametrize("objective", [dpo, grpo, distillation], ids=lambda f: f.__name__)
-def test_no_logits_are_stored(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_logits_are_stored(objective: Objective) -> None:
     """No tensor of sequence times vocabulary; eager has one."""
     torch._dynamo.reset()
     length = 256
@@ -126,7 +127,7 @@ def test_no_logits_are_stored(objective: Objective, monkeypatch: pytest.MonkeyPa
     bound = length * VOCAB
     assert measure(lambda: objective(model, other, ids, weight).backward(), known).widest >= 2 * bound
     call(ids, weight).backward()
-    assert 0 < measure_compiled(monkeypatch, lambda: call(ids, weight), known).widest < bound
+    assert 0 < live_bytes_compiled(lambda: call(ids, weight), known).widest < bound
 
 
 def test_inputs_with_a_row_for_each_prediction() -> None:
