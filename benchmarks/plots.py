@@ -100,3 +100,34 @@ def draw_sweep(
         axes.grid(which="both", color="0.9")
     panels[0].legend(frameon=False, fontsize=8)
     return _save(figure, path, endings)
+
+
+def draw_training(runs: Sequence[Any], path: Path, endings: Sequence[str] = (".png",)) -> list[Path]:
+    """Losses and peaks of training runs, `trainers.Training`.
+
+    Args:
+        path: of the pictures, without an ending.
+        endings: of the pictures.
+    """
+    figure = _figure(10, 3.4)
+    if figure is None:
+        return []
+    losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
+    colours = [OURS if run.spec.mode == "streamed" else LINES[0] for run in runs]
+    for run, colour in zip(runs, colours, strict=True):
+        steps, ours = range(1, len(run.losses) + 1), run.spec.mode == "streamed"
+        style = (
+            {"marker": "o", "markersize": 4} if ours else {"marker": "x", "markersize": 9, "linestyle": ""}
+        )
+        losses.plot(steps, run.losses, color=colour, label=run.spec.mode, **style)
+    losses.set(xlabel="optimizer step", ylabel="loss")
+    losses.legend(frameon=False, fontsize=8)
+    peaks = [run.peak_bytes / MIB for run in runs]
+    bars = memory.barh([run.spec.mode for run in runs], peaks, color=colours)
+    memory.bar_label(bars, [f"{p:,.0f}" for p in peaks], padding=3, fontsize=8)
+    memory.margins(x=0.18)
+    memory.set_title("peak of a step, MiB", fontsize=9, loc="left")
+    for axes in (losses, memory):
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path, endings)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .cost import StepCost
 from .files import check_writable, write_whole
+from .folding import repeats
 from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.capture import source_line
@@ -223,7 +224,7 @@ class Schedule:
             self._title(),
             f"  {'segment':<9}{'kind':<9}{'ops':>4}  {'chunks':>6}  {'stores':>9}  {'state':>9}  reads",
         ]
-        lines += [f"  {line}" for group in self._folded() for line in self._lines(group)]
+        lines += [f"  {line}" for line in self._segment_lines()]
         lines.append(
             f"  stored for the backward: {readable(self.stored_bytes_per_row())} a row of the batch"
             + self._total()
@@ -266,10 +267,18 @@ class Schedule:
             f"loss chunk {self.options.loss_chunk}"
         )
 
-    def _folded(self) -> Iterator[list[ScheduledSegment]]:
-        """Runs of identical segments."""
-        for _, run in itertools.groupby(self.segments, key=lambda s: s.signature or str(s.index)):
-            yield list(run)
+    def _segment_lines(self) -> Iterator[str]:
+        """Identical segments folded into one line, and segments that take turns into their first round."""
+        segments = self.segments
+        for repeat in repeats([_kind_of(s) for s in segments]):
+            every = segments[repeat.start : repeat.stop]
+            if repeat.period == 1:
+                yield from self._lines(every)
+                continue
+            numbers = f"{every[0].index}-{every[-1].index}"
+            yield f"{numbers:<9}{repeat.times} times these {repeat.period}:"
+            for _, run in itertools.groupby(every[: repeat.period], key=_kind_of):
+                yield from (f" {line}" for line in self._lines(list(run)))
 
     def _lines(self, group: list[ScheduledSegment]) -> Iterator[str]:
         segment, last = group[0], group[-1]
@@ -302,6 +311,10 @@ class Schedule:
             yield "  " + (once if self.sweeps == 1 else twice)
         for position, node in self.facts.lazy.items():
             yield f"  output {position} ({node.name}) is {self.options.logits}: nothing stores it"
+
+
+def _kind_of(segment: ScheduledSegment) -> str:
+    return segment.signature or str(segment.index)
 
 
 def _or_dash(count: float) -> str:

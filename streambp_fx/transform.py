@@ -28,6 +28,7 @@ from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .options import Options
+from .plain_forms import in_plain_pytorch
 from .progress import announced
 from .schedule import Schedule
 from .versions import check_versions
@@ -165,6 +166,7 @@ class StreamedForward:
     ) -> None:
         self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
         self.verbose, self.within, self.active = verbose, within, True
+        self.captured = in_plain_pytorch(original)
         _all.add(self)
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
@@ -180,7 +182,7 @@ class StreamedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.original(*args, **kwargs)
+            return self.captured(*args, **kwargs) if self.active else self.original(*args, **kwargs)
         if args and args[0] is self.model:  # somebody bound it to the model, as a function of the class
             args = args[1:]
         if not (self.active and self.model.training and torch.is_grad_enabled()):
@@ -283,7 +285,7 @@ class StreamedForward:
         """A function of its own for this model, so that its compiled code is not shared with other models."""
 
         def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
-            output = self.original(**inputs)
+            output = self.captured(**inputs)
             if not drop_logits or isinstance(output, tuple):
                 return output
             if isinstance(output, dict):

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .plain_forms import in_plain_pytorch
+
 
 def models_within(model: nn.Module) -> list[nn.Module]:
     """Models that `model` is made of: its backbone, or the model that an adapter wraps and its backbone."""
@@ -22,7 +24,8 @@ def switched_by_others(model: nn.Module, forward: Any, given: Mapping[str, Any])
 
     NOTE [forwards of others]: such a forward computes what it likes of the backbone's output, so the model
     cannot be taken for one graph from ids to loss. It shows by a switch: a keyword that is True, and that
-    the wrapper has and the class it wraps has not.
+    the wrapper has and the class it wraps has not. Not so where the wrapper is known to be captured: then
+    the graph is from ids to its loss.
 
     Args:
         model: the model.
@@ -34,7 +37,13 @@ def switched_by_others(model: nn.Module, forward: Any, given: Mapping[str, Any])
         return False
     replaced = [(model, forward)]
     replaced += [(m, vars(m)["forward"]) for m in models_within(model) if "forward" in vars(m)]
-    return any(switches & _added(type(m), f) for m, f in replaced)
+    return any(switches & _added(type(m), f) for m, f in replaced if not _is_captured(f))
+
+
+def _is_captured(forward: Any) -> bool:
+    """True if a forward, or one below a streamed one, has a plain form."""
+    original = getattr(forward, "original", forward)
+    return in_plain_pytorch(original) is not original
 
 
 def _added(kind: Any, forward: Any) -> set[str]:

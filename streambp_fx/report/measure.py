@@ -154,29 +154,48 @@ def measure_step(step: Callable[[], object], device: str | torch.device = "cpu")
     Raises:
         MeasurementError: neither Linux nor CUDA.
     """
-    device = torch.device(device)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        base = torch.cuda.memory_allocated(device)
-    elif device.type == "cpu":
-        if not sys.platform.startswith("linux"):
-            raise MeasurementError(
-                f"peak memory on the CPU can be measured on Linux only, not {sys.platform}"
-            )
-        _reset_high_water_mark()
-        base = _status_bytes("VmRSS")
-    else:
-        raise MeasurementError(f"peak memory cannot be measured on device type {device.type!r}")
-    start = time.perf_counter()
+    peak = Peak(device)
     step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated(device)
-    else:
-        seconds, peak = time.perf_counter() - start, _status_bytes("VmHWM")
-    return Measurement(seconds, max(0, peak - base))
+    return peak.read()
+
+
+class Peak:
+    """Wall time and peak memory from when it is made to when it is read.
+
+    Args:
+        device: "cpu" or a CUDA device.
+
+    Raises:
+        MeasurementError: neither Linux nor CUDA.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = device = torch.device(device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.base = torch.cuda.memory_allocated(device)
+        elif device.type == "cpu":
+            if not sys.platform.startswith("linux"):
+                raise MeasurementError(
+                    f"peak memory on the CPU can be measured on Linux only, not {sys.platform}"
+                )
+            _reset_high_water_mark()
+            self.base = _status_bytes("VmRSS")
+        else:
+            raise MeasurementError(f"peak memory cannot be measured on device type {device.type!r}")
+        self.start = time.perf_counter()
+
+    def read(self) -> Measurement:
+        """Seconds since it was made, and the peak over the level then, in bytes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            seconds = time.perf_counter() - self.start
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            seconds, peak = time.perf_counter() - self.start, _status_bytes("VmHWM")
+        return Measurement(seconds, max(0, peak - self.base))
 
 
 def use_default_allocator() -> None:

@@ -48,6 +48,18 @@ def test_weights_need_not_exist() -> None:
     assert "window of 16 rows" in str(schedule) and "100000 tokens" in str(schedule)
 
 
+def test_layers_that_take_turns_are_shown_once() -> None:
+    kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 4 + ["sliding_attention"] * 2
+    model = build("gemma3_text", num_hidden_layers=len(kinds), layer_types=kinds).to("meta")
+    text = str(streambp_fx.explain(model, seq_len=100_000, chunk=2000))
+    lines = text.splitlines()
+    first = next(k for k, line in enumerate(lines) if "1-16     4 times these 4:" in line)
+    assert lines[first + 1].split()[0] == "1-3" and "a window of" in lines[first + 1]
+    assert lines[first + 2].split()[0] == "4" and "all rows up to its own" in lines[first + 2]
+    assert lines[first + 3].split()[0] == "17-18" and "a window of" in lines[first + 3]
+    assert len(lines) < 20 and all(len(line) < 110 for line in lines), text
+
+
 @pytest.mark.parametrize("before", ["plain", "transformed", "evaluating"])
 def test_the_model_is_left_as_it_was(before: str) -> None:
     model = build("llama")

@@ -12,6 +12,7 @@ from trainer_runs import CHUNK, LOSS_CHUNK, Make, build, dpo, hf, sft
 from transformers import TrainerCallback
 
 import streambp_fx
+from streambp_fx.integrations import StreamBPCallback
 from streambp_fx.report.live import LiveBytes
 
 # Wider than the tile of TRL's loss head, which is of a fixed width and on the CPU as long as the batch.
@@ -34,12 +35,18 @@ class Meter(TrainerCallback):
             self.meter.__exit__(None, None, None)
 
 
-def wide(make: Make, folder: Path, how: Callable[[Any], Any]) -> tuple[int, int]:
+def wide(
+    make: Make, folder: Path, how: Callable[[Any], Any], callback: TrainerCallback | None = None
+) -> tuple[int, int]:
     """Elements of the widest tensor of a step, and tokens times vocabulary of the smallest batch."""
     torch._dynamo.reset()
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = how(build(vocab_size=WIDE, num_hidden_layers=1, **small))
-    trainer, meter = make(model, folder, max_steps=2, per_device_train_batch_size=2), Meter()
+    # a reference model runs in the step as it is, with TRL's tile
+    before = {"precompute_ref_log_probs": True} if make is dpo else {}
+    trainer, meter = make(model, folder, max_steps=2, per_device_train_batch_size=2, **before), Meter()
+    if callback is not None:
+        trainer.add_callback(callback)
     trainer.add_callback(meter)
     collate, tokens = trainer.data_collator, []
 
@@ -62,5 +69,9 @@ def test_no_logits(make: Make, tmp_path: Path) -> None:
 
     widest, logits = wide(make, tmp_path, streamed)
     assert 0 < widest < logits
-    if make is hf:
+    if make is not hf:
+        within = wide(make, tmp_path, lambda model: model, StreamBPCallback(CHUNK, loss_chunk=LOSS_CHUNK))[0]
+        batch = 4 if make is dpo else 2
+        assert within <= batch * LOSS_CHUNK * WIDE < widest, "TRL's tile is as wide as its batch is long"
+    else:
         assert wide(make, tmp_path, lambda model: model)[0] >= logits, "the meter sees them"

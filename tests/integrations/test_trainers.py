@@ -37,6 +37,49 @@ def test_reward_model(tmp_path: Path) -> None:
     check(reward, tmp_path, classifier)
 
 
+# ---- the callback, which also streams TRL's loss head
+
+WHOLE: list[tuple[Make, dict[str, Any]]] = [
+    (dpo, {}),
+    (dpo, {"loss_type": "ipo"}),
+    (kto, {}),
+    (sft, {"packing": True, "max_length": 64}),
+    (sft, {"loss_type": "dft"}),
+    (sft_chat, {}),
+    (sft_completion, {}),
+]
+
+
+def check_from_ids_to_loss(make: Make, folder: Path, *args: Any, **over: Any) -> None:
+    run = check(make, folder, *args, how="callback", **over)
+    assert run.schedule is not None
+    head = run.schedule.segments[-1]
+    assert all(s.chunked for s in run.schedule.segments), str(run.schedule)
+    assert any("lm_head" in name or "embed_tokens" in name for name in head.inputs), head.inputs
+
+
+def test_from_ids_to_loss(tmp_path: Path) -> None:
+    check_from_ids_to_loss(sft, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "over"), WHOLE, ids=lambda v: getattr(v, "__name__", None) or "-".join(v))
+def test_another_from_ids_to_loss(make: Make, over: dict[str, Any], tmp_path: Path) -> None:
+    check_from_ids_to_loss(make, tmp_path, **over)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_policy_gradients_from_ids_to_loss(beta: float, tmp_path: Path) -> None:
+    check_from_ids_to_loss(grpo, tmp_path, on_disk(tmp_path / "model"), beta=beta)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_adapters_from_ids_to_loss(over: dict[str, Any], tmp_path: Path) -> None:
+    check_from_ids_to_loss(sft, tmp_path, lambda: lora(**over))
+
+
 # ---- more of the same: make test-all
 
 

@@ -22,6 +22,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -198,6 +199,7 @@ class Run:
     model: Any
     log: list[dict[str, Any]]
     parameters: dict[str, torch.Tensor]
+    schedule: Any = None
 
 
 def train(
@@ -227,10 +229,21 @@ def train(
         trainer.add_callback(StreamBPCallback(chunk=CHUNK, loss_chunk=LOSS_CHUNK))
     handler = trainer.callback_handler
     handler.callbacks = [c for c in handler.callbacks if "Printer" not in type(c).__name__]
+    schedules = Schedules()
+    trainer.add_callback(schedules)
     torch.manual_seed(0)
     trainer.train(resume_from_checkpoint=resume)
     parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return Run(trainer, model, trainer.state.log_history, parameters)
+    return Run(trainer, model, trainer.state.log_history, parameters, schedules.last)
+
+
+class Schedules(TrainerCallback):
+    """Keeps the schedule of the last step, which a restored model has no more."""
+
+    last: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.last = streambp_fx.schedule(model)
 
 
 def assert_same(got: Run, want: Run, metrics: float = 1e-5, parameters: float = 1e-4) -> None:
