@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from streambp_fx.report.measure import MMAP_THRESHOLD, Peak
@@ -87,6 +88,7 @@ def train(spec: RunSpec, folder: str) -> Training:
 
     loaded = load_model(spec.source, tokenizer=True)
     shape = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(0)  # the adapter begins with random numbers
     model = get_peft_model(loaded.model, shape)  # type: ignore[arg-type]
     seconds: list[float] = []
     peaks: list[int] = []
@@ -143,11 +145,13 @@ def _dpo(spec: RunSpec, model: Any, loaded: Any, folder: str) -> Any:
     from trl import DPOConfig, DPOTrainer
 
     half = spec.tokens // 2
-    blocks = _blocks(spec, loaded, 2, spec.tokens)
+    # somewhat too long, as text that is cut may have fewer tokens; the trainer cuts it to the length
+    blocks = _blocks(spec, loaded, 2, spec.tokens + 64)
+    decode = loaded.tokenizer.decode
     data = Dataset.from_dict({
-        "prompt_ids": [b[:half] for b in blocks],
-        "chosen_ids": [b[half:] for b in blocks],
-        "rejected_ids": [b[half:][::-1] for b in blocks],
+        "prompt": [decode(b[:half]) for b in blocks],
+        "chosen": [decode(b[half:]) for b in blocks],
+        "rejected": [decode(b[half:][::-1]) for b in blocks],
     })  # fmt: skip
     arguments = DPOConfig(
         **_arguments(spec, folder), learning_rate=1e-4, precompute_ref_log_probs=True, dataset_num_proc=None

@@ -82,7 +82,7 @@ def test_a_fault_is_a_compile_error(fault: str, door: str, monkeypatch: pytest.M
     model(**plain(2, 37)).loss.backward()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sample(FAULTS, *list(FAULTS)[:2]))
 def test_on_error_eager(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and the step runs unstreamed, exactly."""
     words = FAULTS[fault](monkeypatch)

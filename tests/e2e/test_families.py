@@ -75,13 +75,13 @@ def test_float64(family: str, impl: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gemma3_text", "bloom", "gpt2"))
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama"))
 def test_float64_on_every_kind_of_batch(family: str) -> None:
     _, streamed = check_exact(functools.partial(build, family), {**lengths(), **masked()})
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom", "falcon"], "gemma2", "falcon"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom", "falcon"], "gemma2"))
 def test_one_sample(family: str) -> None:
     _, streamed = check_exact(
         functools.partial(build, family), {"batch 1": plain(1, 67), "T=17": plain(1, 17)}
@@ -89,7 +89,7 @@ def test_one_sample(family: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "gemma3_text", "gpt_neox", "bloom", "falcon"))
+@pytest.mark.parametrize("family", sample(FAMILIES, "gemma3_text", "falcon"))
 def test_float32(family: str) -> None:
     factory = functools.partial(build, family, dtype=torch.float32)
     batches = {"T=67": plain(2, 67), "T=97": plain(2, VOCAB)}
@@ -100,7 +100,7 @@ def test_float32(family: str) -> None:
 HALF = ["llama", "qwen3", "gemma2", "gpt_neox", "bloom", "opt", "gpt2"]
 
 
-@pytest.mark.parametrize("family", sample(HALF, "qwen3", "gemma2", "opt"))
+@pytest.mark.parametrize("family", sample(HALF, "qwen3"))
 def test_bfloat16(family: str) -> None:
     """No further from the float32 gradient of the same weights than 1.1 times eager bfloat16 is.
 
@@ -133,7 +133,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 
 # Most of them take minutes, and are made of ops that the others have too.
-@pytest.mark.parametrize("family", sample(OTHER_FAMILIES, *OTHER_FAMILIES[::6]))
+@pytest.mark.parametrize("family", sample(OTHER_FAMILIES, *OTHER_FAMILIES[::12]))
 def test_other_families(family: str) -> None:
     """Families nobody named: exact, whatever the schedule makes of them."""
     dtype = torch.float32 if family in FLOAT32_ONLY else torch.float64
@@ -152,7 +152,7 @@ def test_other_families_masked(family: str) -> None:
 SHIPPED = ["llama", "qwen3", "mistral", "gpt_neox", "opt", "olmo2"]
 
 
-@pytest.mark.parametrize("family", sample(SHIPPED, "qwen3", "mistral", "gpt_neox"))
+@pytest.mark.parametrize("family", sample(SHIPPED, "qwen3"))
 def test_float64_as_shipped(family: str) -> None:
     """The modelling code untouched, its float32 islands included (see e2e_models.true_double).
 

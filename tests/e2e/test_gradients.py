@@ -41,7 +41,7 @@ def freeze(model: Any, trained: Any) -> Any:
 TIED = [(family, tied) for family in ("llama", "gemma2", "opt") for tied in (True, False)]
 
 
-@pytest.mark.parametrize(("family", "tied"), sample(TIED, ("llama", True), ("gemma2", True), ("opt", False)))
+@pytest.mark.parametrize(("family", "tied"), sample(TIED, ("llama", True), ("opt", False)))
 def test_tied_and_untied_embeddings(family: str, tied: bool) -> None:
     factory = functools.partial(build, family, tie_word_embeddings=tied)
     model = factory()
@@ -69,9 +69,7 @@ FREEZES = {
         FREEZES,
         "the first layer",
         "all but the norms",
-        "all but the head",
         "keys and values",
-        "the embedding",
     ),
 )
 def test_frozen_parameters(which: str) -> None:
@@ -140,9 +138,10 @@ def test_low_rank_adapters(targets: tuple[str, ...]) -> None:
 # -- inputs that train ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "frozen"), [("llama", True), ("llama", False), ("gemma2", False), ("gpt2", False)]
-)
+EMBEDDED = [("llama", True), ("llama", False), ("gemma2", False), ("gpt2", False)]
+
+
+@pytest.mark.parametrize(("family", "frozen"), sample(EMBEDDED, ("llama", True), ("gemma2", False)))
 def test_inputs_embeds(family: str, frozen: bool) -> None:
     factory = functools.partial(build, family)
     with in_double(factory):
@@ -249,7 +248,7 @@ def test_hidden_states_are_returned_when_asked_for() -> None:
             assert (g - w).norm() <= RTOL * w.norm()
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "eager"])
+@pytest.mark.parametrize("impl", sample(["sdpa", "eager"], "sdpa"))
 def test_packed_sequences(impl: str) -> None:
     """Positions that start again: transformers then attends within each document only."""
     factory = functools.partial(build, "llama", impl)
@@ -301,7 +300,7 @@ def test_forward_without_backward_leaves_no_gradient() -> None:
         assert_close_loss(loss.detach(), eager(**plain(2, 67)).loss.detach(), RTOL)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", sample([True, False], True))
 def test_hooks_fire_once(tied: bool) -> None:
     factory = functools.partial(build, "llama", tie_word_embeddings=tied)
     with in_double(factory):
@@ -387,7 +386,7 @@ def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count == {"dynamo": 1, "trace": 1}
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor])
+@pytest.mark.parametrize("kind", sample([int, torch.tensor], int))
 def test_num_items_in_batch_changes_without_recompiling(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_double(LLAMA), compilations(monkeypatch) as count:
         eager, streamed = pair(LLAMA)

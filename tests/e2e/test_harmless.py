@@ -57,7 +57,7 @@ def test_eval_trains_like_the_original() -> None:
 TEXTS = [(family, training) for family in ("llama", "gemma2", "gpt2") for training in (True, False)]
 
 
-@pytest.mark.parametrize(("family", "training"), sample(TEXTS, ("llama", True), ("gemma2", False)))
+@pytest.mark.parametrize(("family", "training"), sample(TEXTS, ("gemma2", True)))
 def test_generate_is_bitwise_the_original(family: str, training: bool) -> None:
     original, streamed = trained_once(family, dtype=torch.float32)
     ids = plain(2, 20)["input_ids"]
@@ -146,7 +146,7 @@ def test_change_of_dtype() -> None:
 # -- copies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("used", sample([True, False], True))
 def test_deepcopy_trains_exactly_and_by_itself(used: bool) -> None:
     with in_double(LLAMA):
         eager, streamed = LLAMA(), transform(LLAMA())
@@ -176,7 +176,7 @@ def test_the_copy_is_streamed_too() -> None:
     assert twin(**plain(2, 67)).logits is not None
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+@pytest.mark.parametrize("how", sample(["pickle", "torch.save"], "torch.save"))
 def test_pickle_works_or_says_why_not(how: str) -> None:
     with in_double(LLAMA):
         eager, streamed = LLAMA(), transform(LLAMA())
@@ -196,7 +196,7 @@ def test_pickle_works_or_says_why_not(how: str) -> None:
 # -- transform and restore -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("used", sample([True, False], True))
 def test_restore_leaves_nothing_behind(used: bool) -> None:
     model = LLAMA()
     before = {n: set(vars(m)) for n, m in model.named_modules()}

@@ -48,7 +48,7 @@ def facts_of(model: Any) -> Facts:
 ALL_OF_THEM = "disk, attention, every 2"
 
 
-@pytest.mark.parametrize("policy", sample(POLICIES, "attention", "every 2", ALL_OF_THEM))
+@pytest.mark.parametrize("policy", sample(POLICIES, "attention", ALL_OF_THEM))
 def test_exact(policy: str) -> None:
     factory = functools.partial(build, "llama", num_hidden_layers=3)
     check_exact(factory, BATCHES, **POLICIES[policy])
@@ -57,7 +57,7 @@ def test_exact(policy: str) -> None:
 OTHERS = ["gemma3_text", "mistral", "opt", "bloom", "gpt2", "falcon"]
 
 
-@pytest.mark.parametrize("family", sample(OTHERS, "gemma3_text", "bloom"))
+@pytest.mark.parametrize("family", sample(OTHERS, "gemma3_text"))
 def test_exact_for_other_kinds_of_attention(family: str) -> None:
     """Windows, biases, positions added to scores, no kernel at all."""
     factory = functools.partial(build, family)

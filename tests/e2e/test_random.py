@@ -16,7 +16,7 @@ from e2e_random import VOCAB, RandomModel
 
 import streambp_fx
 
-COUNT = int(os.environ.get("STREAMBP_RANDOM", "10"))
+COUNT = int(os.environ.get("STREAMBP_RANDOM", "5"))
 
 
 @pytest.mark.parametrize("seed", range(COUNT))

@@ -29,6 +29,7 @@ def test_streams_while_it_trains_and_restores(tmp_path: Path) -> None:
     assert run.model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, VOCAB)
 
 
+@pytest.mark.slow
 def test_below_a_forward_of_the_trainer(tmp_path: Path) -> None:
     """TRL's head is put over the model before training begins; the backbone streams all the same."""
     run = check(sft, tmp_path, how="callback")
@@ -102,6 +103,7 @@ class Generates(TrainerCallback):
         model.train()
 
 
+@pytest.mark.slow
 def test_evaluation_and_generation_in_between_and_the_best_model(tmp_path: Path) -> None:
     over = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     over |= {"load_best_model_at_end": True, "learning_rate": 0.03}

@@ -23,7 +23,7 @@ from trainer_runs import (
 )
 
 
-@pytest.mark.parametrize("make", [sft, dpo], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [pytest.param(sft, marks=pytest.mark.slow), dpo], ids=lambda f: f.__name__)
 def test_a_trainer(make: Make, tmp_path: Path) -> None:
     check(make, tmp_path)
 
@@ -33,6 +33,7 @@ def test_grpo(tmp_path: Path) -> None:
     check(grpo, tmp_path, on_disk(tmp_path / "model"), beta=0.1)
 
 
+@pytest.mark.slow
 def test_reward_model(tmp_path: Path) -> None:
     check(reward, tmp_path, classifier)
 
