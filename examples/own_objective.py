@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import streambp_fx
+from streambp_fx.report.live import peak_live_bytes, peak_live_bytes_compiled
 
-LENGTH, ANSWER = 192, 128  # tokens of a sequence, and how many of them at its end are the answer
+LENGTH, ANSWER = 768, 512  # tokens of a sequence, and how many of them at its end are the answer
 
 
 def log_probability(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -20,7 +21,6 @@ def log_probability(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tenso
     return (rows * mask[:, 1:]).sum(1)
 
 
-@torch.compile(backend="streambp", options={"chunk": 64, "loss_chunk": 32})
 def preference_loss(model, ids, mask, reference):
     """`reference`: the log-probabilities before training; the chosen answer is the first of the batch."""
     chosen, rejected = (log_probability(model, ids, mask) - reference).chunk(2)
@@ -40,9 +40,10 @@ mask[:, -ANSWER:] = 1
 with torch.no_grad():
     reference = log_probability(model, ids, mask)
 
+streamed = torch.compile(preference_loss, backend="streambp", options={"chunk": 128, "loss_chunk": 64})
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 for step in range(4):
-    loss = preference_loss(model, ids, mask, reference)
+    loss = streamed(model, ids, mask, reference)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -50,3 +51,10 @@ for step in range(4):
 
 schedule = streambp_fx.schedule(model)
 print(f"{schedule.sweeps} sweeps over the loss head: its gradient depends on the sum over all tokens")
+
+known = [*model.parameters(), ids, mask, reference]
+optimizer.zero_grad()
+peak = peak_live_bytes_compiled(lambda: streamed(model, ids, mask, reference), known)
+optimizer.zero_grad()
+unstreamed = peak_live_bytes(lambda: preference_loss(model, ids, mask, reference).backward(), known)
+print(f"activations and gradients: {peak / 2**20:.1f} MiB streamed, {unstreamed / 2**20:.1f} MiB unstreamed")

@@ -21,7 +21,7 @@ UNKNOWN = "the sequence axis of"
 def axes(captured: CapturedGraph) -> Facts:
     """Kinds and layouts of all nodes of a normalized graph."""
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
-    facts.guards, facts.values = captured.guards, captured.values
+    facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     context = RuleContext(facts)
     for node in facts.nodes:
         if node.op == "output":
@@ -73,10 +73,15 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     if node.op in ("placeholder", "get_attr"):
         # NOTE [seeds]: inputs whose size is the declared sequence symbol itself carry the sequence.
         return tuple(ROW if s == facts.sequence else None for s in shape_of(node))
+    opaque = next((facts.opaque[n] for n in operands(node) if n in facts.opaque), None)
     if not any(facts.carries(n) for n in (node, *operands(node))):
+        if opaque is not None:
+            facts.opaque[node] = opaque
         return (None,) * tensors_of(node)[0].dim()
     function = custom_layout if isinstance(node.target, CustomFunction) else RULES.get(node.target)
     try:
+        if opaque is not None:
+            raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")
         if function is None:
             raise NotSeparable(f"no rule for {node.target}")
         layout = function(context, node)

@@ -18,6 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .custom_gradient import Retrace
 from .ir import shape_of, tensors_of
@@ -39,6 +40,7 @@ class CapturedGraph:
             nobody told apart.
         guards: what tracing assumed about the sizes; to be tested before the graph is used for others.
         values: of the size symbols, in the call for which the graph was captured.
+        opaque: inputs that are no plain tensors (quantised weights), with the name of their class.
     """
 
     module: torch.fx.GraphModule
@@ -48,6 +50,7 @@ class CapturedGraph:
     sequence: sympy.Symbol | None = None
     guards: list[sympy.Expr] = field(default_factory=list)
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
+    opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
 
 
 class SymbolTable:
@@ -175,6 +178,8 @@ def capture(
         new.meta["source"] = source_expression(old)
         if not isinstance(example, torch.Tensor):
             continue
+        if is_traceable_wrapper_subclass(example):
+            result.opaque[new] = type(example).__name__
         if isinstance(example, torch.nn.Parameter):
             result.parameters[new] = source_name(old)
         if example.requires_grad:

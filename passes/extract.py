@@ -8,6 +8,10 @@ from torch.fx import Graph, GraphModule, Node
 from .ir import Facts, Kind, operands
 from .rules.contractions import sdpa_arguments
 
+# NOTE [weights with operations of their own]: a tensor subclass (a quantised weight) may override the
+# function that people call, and not the op that it becomes.
+PUBLIC = {torch.ops.aten.linear.default: torch.nn.functional.linear}
+
 
 class Subgraph:
     """Part of a graph as a module of its own.
@@ -28,7 +32,9 @@ class Subgraph:
             copies[node] = graph.placeholder(node.name)
         for node in facts.nodes:
             if node in needed and node not in copies:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node] = copied = graph.node_copy(node, copies.__getitem__)
+                if any(n in facts.opaque for n in node.all_input_nodes):
+                    copied.target = PUBLIC.get(node.target, node.target)
         graph.output(tuple(copies[n] for n in outputs))
         self.module = GraphModule(facts.module, graph)
         self.random = any(is_random(n) for n in graph.nodes)

@@ -118,7 +118,8 @@ class NotSeparable(Exception):
 class Facts:
     """Everything the passes have proved about one graph.
 
-    `guards`, `values`, `sequence`, `parameters` and `differentiable` are those of the captured graph.
+    `guards`, `values`, `sequence`, `parameters`, `differentiable` and `opaque` are those of the captured
+    graph.
     """
 
     module: GraphModule
@@ -127,6 +128,7 @@ class Facts:
     differentiable: set[Node]
     guards: list[sympy.Expr] = field(default_factory=list)
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
+    opaque: dict[Node, str] = field(default_factory=dict)
     kinds: dict[Node, Kind] = field(default_factory=dict)
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
     mixings: dict[Node, Mixing] = field(default_factory=dict)

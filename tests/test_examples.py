@@ -46,6 +46,8 @@ def test_own_objective() -> None:
     assert abs(losses(output)[0] - 0.6931) < 1e-3, "before training both answers are as likely as before"
     assert losses(output)[-1] < 0.3
     assert "2 sweeps over the loss head" in output
+    streamed, unstreamed = peaks(output)
+    assert streamed < unstreamed / 4
 
 
 def peaks(output: str) -> tuple[float, float]:
