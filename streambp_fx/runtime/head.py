@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
 from .common import refuse_double_backward
 from .streamed import SegmentRunner, Step, Values
@@ -41,7 +43,7 @@ class OneSweepHead(torch.autograd.Function):
         given = Values(list(tensors[:count]), list(tensors[count:]), whole)
         node = runner.segment.outputs[0]
         output = runner.allocate(node, step, tensors[0], zero=True)
-        coefficients = _coefficients(epilogue, output, position)
+        coefficients, alone = _coefficients(epilogue, output, position)
         ctx.unit = _unit(coefficients) if _is_half(runner) else None
         given.cotangents = [coefficients if ctx.unit is None else coefficients / ctx.unit]
         given.accumulators = runner.accumulators(given.constants)
@@ -50,7 +52,13 @@ class OneSweepHead(torch.autograd.Function):
             inputs[n] if n in last and inputs[n].is_contiguous() else runner.allocate(n, step, tensors[0])
             for n in runner.diff_rows
         ]
-        for index, extent in enumerate(runner.extents(step, runner.chunk)):
+        extents = runner.extents(step, runner.chunk)
+        counts = _chunks_that_count(coefficients, runner, step, extents) if alone else itertools.repeat(True)
+        for index, (extent, counted) in enumerate(zip(extents, counts, strict=False)):
+            if not counted:
+                for row, buffer in zip(runner.diff_rows, gradients, strict=True):
+                    runner.rows_of(row, buffer, extent, step).zero_()
+                continue
             value, *rows = runner.call("loss", extent, step, index, given)
             runner.write(node, output, extent, step, value)
             for row, buffer, gradient in zip(runner.diff_rows, gradients, rows, strict=True):
@@ -102,9 +110,27 @@ def _unit(coefficients: Tensor) -> Tensor:
     return torch.exp2(torch.ceil(torch.log2(greatest)))
 
 
-def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> Tensor:
-    """Derivative of the loss with respect to the head's rows; the same wherever it is taken."""
+def _chunks_that_count(
+    coefficients: Tensor, runner: SegmentRunner, step: Step, extents: list[Extent]
+) -> list[bool]:
+    """For each chunk whether a row of it has a part in the loss.
+
+    NOTE [rows without a part in the loss]: labels of a prompt or of padding are ignored, so their rows have
+    the coefficient zero. A chunk of such rows is not run: what it adds to the loss and to the gradients is
+    zero. (Where a loss of such a row is infinite, and multiplied by zero, eager gives NaN; here it is zero.)
+    """
+    node = runner.segment.outputs[0]
+    counted = [runner.rows_of(node, coefficients, extent, step).any() for extent in extents]
+    return torch.stack(counted).tolist() if counted else []
+
+
+def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> tuple[Tensor, bool]:
+    """Derivative of the loss with respect to the head's rows, the same wherever it is taken.
+
+    And whether the loss is all that the epilogue makes of the rows.
+    """
     with torch.enable_grad():
         rows = zeros.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(epilogue(rows)[position], rows)
-    return gradient
+        found = epilogue(rows)
+        (gradient,) = torch.autograd.grad(found[position], rows)
+    return gradient, len(found) == 1

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e2e_check import assert_close_grads, check_exact, step, transform
-from e2e_models import VOCAB, build, plain
+from e2e_models import LOSS_CHUNK, VOCAB, build, plain
 from torch import Tensor, nn
 
 import streambp_fx
-from streambp_fx.runtime import executor
+from streambp_fx.runtime import executor, streamed
+from streambp_fx.runtime.common import split_rows
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,3 +99,27 @@ def test_the_scale_of_the_loss_reaches_the_gradient() -> None:
     _, want = step(eager, plain(2, 67), scale=-4.0)
     _, got = step(streamed, plain(2, 67), scale=-4.0)
     assert_close_grads(got, want, 1e-9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_without_a_part_in_the_loss_are_left_out(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and padding have ignored labels; chunks of the head that hold nothing else are not run."""
+    ran: list[int] = []
+    call = streamed.SegmentRunner.call
+
+    def counted(runner: Any, kind: str, extent: Any, *args: Any) -> Any:
+        if kind == "loss":
+            ran.append(extent.start)
+        return call(runner, kind, extent, *args)
+
+    monkeypatch.setattr(streamed.SegmentRunner, "call", counted)
+    prompt = plain(2, 67)
+    prompt["labels"] = prompt["labels"].clone()
+    prompt["labels"][0, :30] = -100
+    prompt["labels"][1, :21] = -100
+    prompt["labels"][:, 50:] = -100
+    batches = {"some": prompt, "all": plain(2, 67)}
+    check_exact(functools.partial(build, "llama", tie_word_embeddings=tied), batches)
+    chunks = list(split_rows(67, LOSS_CHUNK))
+    with_labels = [start for start, rows in chunks if start + rows > 20 and start < 49]  # of the next token
+    assert ran == [*with_labels, *(start for start, _ in chunks)] and len(with_labels) < len(chunks) - 2
