@@ -24,20 +24,18 @@ from streambp_fx.report.measure import StepSpec, run_isolated
 from streambp_fx.report.models import load_model, random_tokens
 
 MIB = 2**20
+_IDS = {"vocab_size": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SHAPE = {
-    "vocab_size": 4096,
+    **_IDS,
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
-_GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 8192, "vocab_size": 4096}
+_GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_positions": 8192, **_IDS}
 #: Config files: a family of each kind of attention, of norm and of feed-forward layer.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SHAPE,
@@ -47,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {**_SHAPE, "intermediate_size": 1024},
     "gpt2": _GPT2,
     "olmo2": _SHAPE,
-    "bloom": {"hidden_size": 256, "n_layer": 4, "n_head": 8, "vocab_size": 4096},
+    "bloom": {"hidden_size": 256, "n_layer": 4, "n_head": 8, **_IDS},
 }
 
 
@@ -125,7 +123,7 @@ def live(case: Case, source: str) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     streambp_fx.transform(model, **case.options)
-    ids = random_tokens(_SHAPE["vocab_size"], case.seq_len).view(1, -1)
+    ids = random_tokens(_IDS["vocab_size"], case.seq_len).view(1, -1)
 
     def step(tokens: torch.Tensor) -> None:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()

@@ -50,18 +50,24 @@ class ProgramCost:
         return sympy.Max(sympy.S.Zero, *self.peaks)
 
 
-def program_cost(module: GraphModule, sizes: Sizes, returned: int | None = None) -> ProgramCost:
+def program_cost(
+    module: GraphModule,
+    sizes: Sizes,
+    returned: int | None = None,
+    live: Iterable[sympy.Expr] | None = None,
+) -> ProgramCost:
     """Cost of a program by liveness over its graph.
 
     Args:
         module: an FX graph of ATen ops whose nodes carry fake tensors in `meta["val"]`.
         sizes: what the size symbols of the graph are called outside; others keep their names.
         returned: how many of the outputs are values of the forward, in the graph of a forward with its VJP.
+        live: bytes that are alive after each op, where the graph does not say it because autograd runs it.
     """
     graph = module.graph
     memory = _Memory(graph, sizes)
     return ProgramCost(
-        peaks=largest(memory.live_after_each_op()),
+        peaks=largest(memory.live_after_each_op() if live is None else (_rename(v, sizes) for v in live)),
         outputs=memory.bytes_of(_outputs(graph)),
         flops=_rename(sum((flops_of(n) for n in graph.nodes), sympy.S.Zero), sizes),
         ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),

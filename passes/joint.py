@@ -1,58 +1,130 @@
-"""joint: a subgraph that runs whole as one graph of its forward and its VJP, to know what it costs."""
+"""joint: a subgraph that runs whole, forward and VJP as autograd runs them, to know what it costs.
+
+NOTE [what autograd holds]
+A step of autograd keeps all saved values and both gradients of an op until the whole op is differentiated,
+and the roots until the end. Liveness over a graph of forward and VJP lets each go after its last use, and
+comes out up to an eighth too low. So the subgraph is run on fake tensors, by the engine that runs it in a
+step, and what is alive after each op is added up in symbols.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
+import sympy
 import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
+from .capture import SymbolTable, new_fake_mode
+from .cost import storage_of, tensor_bytes
 from .extract import Subgraph
-from .ir import Facts
+from .ir import Facts, expression
 
 
-def joint_program(facts: Facts, part: Subgraph, backward: bool = True) -> tuple[GraphModule, int]:
-    """Forward and VJP of a subgraph as ATen ops, symbolic in the sizes that the graph was captured with.
+class WholeStep:
+    """Forward and VJP of a subgraph as the runtime runs them (`runtime.whole`), on fake tensors of its own.
+
+    The sizes are symbols of an environment of their own as well: what running it takes for granted about them
+    must not become true of the captured graph.
 
     Args:
         facts: facts of the graph.
         part: the subgraph.
         backward: False for the forward alone.
 
-    Returns:
-        the graph, whose outputs are the values and then the gradients, and how many of them are values.
+    Attributes:
+        symbols: the symbol of the captured graph for each of its own.
     """
-    inputs = [n.meta["val"] for n in part.inputs]
-    wanted = [k for k, n in enumerate(part.inputs) if n in facts.needs_grad]
-    outputs = [k for k, n in enumerate(part.outputs) if n in facts.needs_grad]
-    backward = backward and bool(wanted) and bool(outputs)
 
-    def run(*flat: Any) -> list[Any]:
-        given = list(flat[: len(inputs)])
+    def __init__(self, facts: Facts, part: Subgraph, backward: bool = True) -> None:
+        self.facts, self.part = facts, part
+        self.mode, self.symbols = new_fake_mode(), {}
+        assert self.mode.shape_env is not None
+        table = SymbolTable(self.mode.shape_env)
+        self._sizes = {s: table.new(str(s), hint) if hint > 1 else hint for s, hint in facts.values.items()}
+        own = (v for v in self._sizes.items() if isinstance(v[1], torch.SymInt))
+        self.symbols = {size.node.expr: symbol for symbol, size in own}
+        self.wanted = [k for k, n in enumerate(part.inputs) if n in facts.needs_grad]
+        self.outputs = [k for k, n in enumerate(part.outputs) if n in facts.needs_grad]
+        self.backward = backward and bool(self.wanted) and bool(self.outputs)
+        cotangents = [part.outputs[k] for k in self.outputs] if self.backward else []
+        self.flat = [self._like(n.meta["val"]) for n in (*part.inputs, *cotangents)]
 
-        def values(*primals: Any) -> tuple[tuple[Any, ...], list[Any]]:
-            for position, primal in zip(wanted, primals, strict=True):
-                given[position] = primal
-            found = list(part.module(*given))
-            return tuple(found[k] for k in outputs), found
+    def traced(self) -> tuple[GraphModule, int]:
+        """A graph of ATen ops whose outputs are the values and then the gradients; the number of values."""
+        with self.mode, enable_python_dispatcher(), torch.enable_grad():
+            return make_fx(self._run, tracing_mode="real")(*self.flat), len(self.part.outputs)
 
-        if not backward:
+    def live(self) -> list[sympy.Expr]:
+        """Bytes over the inputs that are alive after each op, see NOTE [what autograd holds]."""
+        with self.mode, enable_python_dispatcher(), torch.enable_grad(), _Meter(self.flat) as meter:
+            self._run(*self.flat)
+        return meter.totals
+
+    def _run(self, *flat: Any) -> list[Any]:
+        given, cotangents = list(flat[: len(self.part.inputs)]), flat[len(self.part.inputs) :]
+        if not self.backward:
             with torch.no_grad():
-                return list(part.module(*given))
-        _, pullback, found = torch.func.vjp(values, *(given[k] for k in wanted), has_aux=True)  # type: ignore[misc]
-        with torch.no_grad():
-            return [*found, *pullback(tuple(flat[len(inputs) :]))]
+                return list(self.part.module(*given))
+        for k in self.wanted:
+            given[k] = given[k].detach().requires_grad_()
+        values = list(self.part.module(*given))
+        pairs = zip((values[k] for k in self.outputs), cotangents, strict=True)
+        roots = [(v, g) for v, g in pairs if v.requires_grad]
+        if not roots:
+            return values
+        outputs, coming = zip(*roots, strict=True)
+        found = torch.autograd.grad(outputs, [given[k] for k in self.wanted], coming, allow_unused=True)
+        return [*values, *(g for g in found if g is not None)]
 
-    tensor = next(v for v in (*inputs, *(n.meta["val"] for n in part.outputs)) if isinstance(v, torch.Tensor))
-    mode = tensor.fake_mode  # type: ignore[attr-defined]
-    cotangents = [part.outputs[k].meta["val"] for k in outputs] if backward else []
-    with mode, torch.enable_grad():
-        fresh = [_like(v) for v in (*inputs, *cotangents)]
-        return make_fx(run, tracing_mode="real")(*fresh), len(part.outputs)
+    def _like(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return self._size(value) if isinstance(value, torch.SymInt) else value
+        shape, stride = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
+        with self.mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    def _size(self, size: int | torch.SymInt) -> Any:
+        expr = expression(size)
+        if expr.is_Integer:
+            return int(expr)
+        symbols = sorted(expr.free_symbols, key=str)
+        return sympy.lambdify(symbols, expr)(*(self._sizes[s] for s in symbols))
 
 
-def _like(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+class _Meter(TorchDispatchMode):
+    """Adds up the storages of fake tensors that ops made and nobody has let go.
+
+    Args:
+        known: values whose storages do not count.
+    """
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        super().__init__()
+        self.live: dict[int, sympy.Expr] = {}
+        self.known = {storage_of(v) for v in known if isinstance(v, Tensor)}
+        self.totals: list[sympy.Expr] = []
+        self._total: sympy.Expr = sympy.S.Zero
+
+    def _freed(self, key: int) -> None:
+        self._total -= self.live.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            key = storage_of(value) if isinstance(value, Tensor) else None
+            if key is None or key in self.live or key in self.known:
+                continue
+            self.live[key] = tensor_bytes(value)
+            self._total += self.live[key]
+            weakref.finalize(value.untyped_storage(), self._freed, key).atexit = False
+        self.totals.append(self._total)
+        return out
+

@@ -14,7 +14,7 @@ from .passes.extract import Subgraph
 from .passes.footprints import mask_facts
 from .passes.inputs import Extent
 from .passes.ir import Facts, Segment, shape_of, sum_dtype, tensors_of
-from .passes.joint import joint_program
+from .passes.joint import WholeStep
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
 
@@ -73,9 +73,10 @@ class ProgramCosts:
         """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
         key = ("whole", segment.signature, backward)
         if key not in self._programs:
-            module, values = joint_program(self.facts, self.executor.runners[segment.index], backward)
-            names = {self.facts.sequence: TOKENS} if self.facts.sequence is not None else {}
-            self._programs[key] = program_cost(module, names, values)
+            step = WholeStep(self.facts, self.executor.runners[segment.index], backward)
+            names = {k: TOKENS if s == self.facts.sequence else s for k, s in step.symbols.items()}
+            module, values = step.traced()
+            self._programs[key] = program_cost(module, names, values, step.live())
         return self._programs[key]
 
     def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
@@ -91,7 +92,8 @@ class ProgramCosts:
             kind = "joint" if backward else "forward"
             traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
             names = _names(runner, traced.guards.names)
-            names = {k: TOKENS if name is ROWS else name for k, name in names.items()}
+            at_once = {ROWS: TOKENS, TOTAL: TOKENS, PREFIX: sympy.S.Zero, LOW: sympy.S.Zero}
+            names = {k: at_once.get(name, name) for k, name in names.items()}
             self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
         return self._programs[key]
 

@@ -126,7 +126,7 @@ class DiskStore(Store):
         self.leaving.append((stored.group, self.worker.submit(self._write, flat, stored.place[0])))
 
     def fetch(self, stored: Stored) -> Future:
-        flat = torch.empty(stored.place[1], dtype=torch.uint8)  # made here: who counts memory sees this thread
+        flat = torch.empty(stored.place[1], dtype=torch.uint8)  # here: meters see this thread
         return self.worker.submit(self._read, stored, flat)
 
     def receive(self, arriving: Future) -> Tensor:
