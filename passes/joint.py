@@ -45,12 +45,14 @@ class WholeStep:
 
     def __init__(self, facts: Facts, part: Subgraph, backward: bool = True) -> None:
         self.facts, self.part = facts, part
-        self.mode, self.symbols = new_fake_mode(), {}
+        self.mode = new_fake_mode()
+        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
         assert self.mode.shape_env is not None
         table = SymbolTable(self.mode.shape_env)
-        self._sizes = {s: table.new(str(s), hint) if hint > 1 else hint for s, hint in facts.values.items()}
-        own = (v for v in self._sizes.items() if isinstance(v[1], torch.SymInt))
-        self.symbols = {size.node.expr: symbol for symbol, size in own}
+        self._sizes: dict[sympy.Symbol, Any] = {}
+        for symbol, hint in facts.values.items():  # symbols are at least 2
+            self._sizes[symbol] = table.new(str(symbol), max(2, hint))
+            self.symbols[expression(self._sizes[symbol])] = symbol
         self.wanted = [k for k, n in enumerate(part.inputs) if n in facts.needs_grad]
         self.outputs = [k for k, n in enumerate(part.outputs) if n in facts.needs_grad]
         self.backward = backward and bool(self.wanted) and bool(self.outputs)
@@ -127,4 +129,3 @@ class _Meter(TorchDispatchMode):
             weakref.finalize(value.untyped_storage(), self._freed, key).atexit = False
         self.totals.append(self._total)
         return out
-

@@ -35,7 +35,7 @@ from .ledger import (
     Sizes,
 )
 from .options import Options
-from .passes.cost import ProgramCost, largest
+from .passes.cost import largest
 from .passes.extract import Subgraph
 from .passes.ir import Facts, Segment, shape_of, tensors_of
 from .passes.policy import Policy, attention_outputs, row_bytes_of_attention, rows_from_outside
@@ -273,7 +273,7 @@ class StepCost(ProgramCosts):
             if ("gradient", node) not in ledger.held:
                 ledger.hold(("gradient", node), HIDDEN, self.bytes_of(node, sizes))
         if isinstance(runner, Subgraph):
-            yield self._moment("backward", ledger, sizes, segment, None, self.whole_cost(segment), "whole")
+            yield self._whole_moment("backward", ledger, sizes, segment, True)
             self._hold_gradients(ledger, sizes, segment)
         else:
             if runner.can_overwrite():
@@ -323,30 +323,28 @@ class StepCost(ProgramCosts):
         self, phase: str, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any, kind: str
     ) -> Iterator[Moment]:
         if isinstance(runner, Subgraph):
-            yield self._moment(phase, ledger, sizes, segment, None, self.whole_cost(segment, False), "whole")
+            yield self._whole_moment(phase, ledger, sizes, segment, False)
             return
-        extents = list(enumerate(self.extents(runner, sizes)))
-        for index, extent in reversed(extents) if kind == "joint" else extents:
-            if kind == "forward":
-                self._hold_kept(ledger, segment, sizes, extent.start)
-            cost = self.program(runner, kind, extent, sizes)
-            yield self._moment(phase, ledger, sizes, segment, (index, extent), cost, kind)
+        calls = self.calls_of(runner, kind, sizes)
+        growing = kind == "forward" and self._kept_row(segment) != 0
+        cause, held = self._cause(segment), ledger.bytes()
+        for call in reversed(calls) if kind == "joint" else calls:
+            if growing:
+                self._hold_kept(ledger, segment, sizes, call.start)
+                held = ledger.bytes()
+            now = {**held, cause: held.get(cause, 0) + call.peak}
+            yield Moment(phase, segment.index, call.chunk, kind, now, call.flops)
 
-    def _moment(
-        self,
-        phase: str,
-        ledger: Ledger,
-        sizes: Sizes,
-        segment: Segment,
-        at: tuple[int, Any] | None,
-        cost: ProgramCost,
-        kind: str,
+    def _whole_moment(
+        self, phase: str, ledger: Ledger, sizes: Sizes, segment: Segment, backward: bool
     ) -> Moment:
-        index, extent = at if at is not None else (None, None)
-        cause = LOSS if segment.index == len(self.facts.segments) - 1 and not segment.mixings else BODIES
-        peak = self.value(cost.peak, sizes, extent)
-        held = ledger.bytes((cause, peak))
-        return Moment(phase, segment.index, index, kind, held, self.value(cost.flops, sizes, extent))
+        cost = self.whole_cost(segment, backward)
+        held = ledger.bytes((self._cause(segment), self.value(cost.peak, sizes)))
+        return Moment(phase, segment.index, None, "whole", held, self.value(cost.flops, sizes))
+
+    def _cause(self, segment: Segment) -> str:
+        """What the bytes of a segment's programs are held for."""
+        return LOSS if segment.index == len(self.facts.segments) - 1 and not segment.mixings else BODIES
 
 
 def _without_max(total: sympy.Expr) -> list[sympy.Expr]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -22,6 +23,22 @@ from .runtime.streamed import SegmentRunner
 SAMPLE = 64
 
 
+@dataclass(frozen=True)
+class Call:
+    """A program called on one chunk.
+
+    Attributes:
+        chunk, start: which chunk, and its first row.
+        peak: bytes that the call makes at once.
+        flops: its floating-point operations.
+    """
+
+    chunk: int
+    start: Any
+    peak: Any
+    flops: Any
+
+
 class ProgramCosts:
     """Costs of the programs that a step calls; each is traced and counted once.
 
@@ -36,7 +53,11 @@ class ProgramCosts:
         self.plain = _unpadded(executor)
         self.wide = executor.wide
         self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
-        self._numbers: dict[sympy.Expr, Callable[..., Any]] = {} if known is None else known._numbers
+        self._counted: tuple | None = None
+        self._calls_of: dict[Any, list[Call]] = {}
+        self._numbers: dict[sympy.Expr, tuple[Callable[..., Any], list[sympy.Symbol]]] = (
+            {} if known is None else known._numbers
+        )
 
     def states_of(self, runner: Any) -> list[Node]:
         if isinstance(runner, Subgraph):
@@ -55,6 +76,22 @@ class ProgramCosts:
             prefix = int(window) - 1
             low = total - rows - prefix
         return [Extent(rows, prefix, low, total, runner.segment.reach.name == "FULL")]
+
+    def calls_of(self, runner: SegmentRunner, kind: str, sizes: Sizes) -> list[Call]:
+        """What each chunk of a segment costs; identical segments are counted once for one step."""
+        step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
+        if self._counted != step:
+            self._counted, self._calls_of = step, {}
+        plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+        key = (id(runner.programs), kind, plain, runner.segment.window, runner.segment.removed)
+        if key not in self._calls_of:
+            found = []
+            for chunk, extent in enumerate(self.extents(runner, sizes)):
+                cost = self.program(runner, kind, extent, sizes)
+                peak, work = (self.value(size, sizes, extent) for size in (cost.peak, cost.flops))
+                found.append(Call(chunk, extent.start, peak, work))
+            self._calls_of[key] = found
+        return self._calls_of[key]
 
     def program(self, runner: SegmentRunner, kind: str, extent: Extent, sizes: Sizes) -> ProgramCost:
         plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
@@ -116,10 +153,11 @@ class ProgramCosts:
             env |= {ROWS: extent.rows, PREFIX: extent.prefix, LOW: extent.low, TOTAL: extent.total}
         if sizes.symbolic:
             return size.subs(env) if not size.is_Integer else size
-        function = self._numbers.get(size)
-        symbols = sorted(size.free_symbols, key=str)
-        if function is None:
-            function = self._numbers[size] = sympy.lambdify(symbols, size, "math")
+        found = self._numbers.get(size)
+        if found is None:
+            symbols = sorted(size.free_symbols, key=str)
+            found = self._numbers[size] = sympy.lambdify(symbols, size, "math"), symbols
+        function, symbols = found
         return int(function(*(env[s] for s in symbols)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,7 +41,7 @@ def split_rows(total: int, chunk: int) -> list[tuple[int, int]]:
     count = -(-total // chunk)
     least, longer = divmod(total, count)
     lengths = [least + 1] * longer + [least] * (count - longer)
-    starts = [sum(lengths[:k]) for k in range(count)]
+    starts = itertools.accumulate(lengths[:-1], initial=0)
     return list(zip(starts, lengths, strict=True))
 
 
