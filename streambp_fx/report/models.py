@@ -115,7 +115,8 @@ def _load_smollm2(dtype: torch.dtype, seed: int, tokenizer: bool) -> LoadedModel
             "gguf_file": gguf.name,
             "local_files_only": True,
         }
-        read = AutoModelForCausalLM.from_pretrained(dtype=dtype, **where)
+        # Reading the file takes seconds; with a config given it is read once less.
+        read = AutoModelForCausalLM.from_pretrained(dtype=dtype, config=smollm2_config(), **where)
         words = AutoTokenizer.from_pretrained(**where) if tokenizer else None
     except (ModelSourceError, ImportError, ValueError, OSError) as error:
         note = f"real weights of SmolLM2-135M are not available ({error}): weights are random"
