@@ -254,14 +254,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from .errors import OutputError, PlanError, StreamBPError, VerificationError
+        from .errors import CaptureError, OutputError, PlanError, StreamBPError, VerificationError
         from .report.measure import MeasurementError, WorkerError
         from .report.models import ModelSourceError
 
         if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
             raise
         print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (ModelSourceError, VerificationError, PlanError, OutputError)) else 1
+        wrong: tuple[type[Exception], ...] = (ModelSourceError, VerificationError, PlanError, OutputError)
+        if args.command in ("plan", "explain"):  # they do nothing with a model that cannot be captured
+            wrong += (CaptureError,)
+        return 2 if isinstance(error, wrong) else 1
 
 
 if __name__ == "__main__":

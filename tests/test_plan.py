@@ -124,19 +124,23 @@ def test_json_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[st
         (["{folder}", "--memory", "8GiB", "--optimizer", "adam9"], ["adam9", "adamw"]),
         (["{folder}", "--memory", "100KiB"], ["too little", "smallest that works"]),
         (["{folder}", "--memory", "3MiB"], ["one chunk", "smallest that works"]),
-        (["{not_causal}", "--memory", "8GiB"], ["not"]),
+        (["{not_causal}", "--memory", "8GiB"], ["is not a causal language model"]),
+        (["{bidirectional}", "--memory", "8GiB"], ["could not be captured", "expand"]),
     ],
 )
 def test_bad_input(
     argv: list[str], words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    given = [a.format(folder=folder, not_causal=tmp_path) for a in argv]
+    encoder = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "encoder.json").write_text(json.dumps(encoder))
+    places = {"folder": folder, "not_causal": tmp_path, "bidirectional": tmp_path / "encoder.json"}
+    given = [a.format(**places) for a in argv]
     assert main(["plan", *given]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("streambp-fx plan: error: ")
     assert all(w in captured.err for w in words), captured.err
-    assert "Traceback" not in captured.err
+    assert "Traceback" not in captured.err and len(captured.err) < 2000
 
 
 def test_bad_sizes_in_python(folder: Path) -> None:

@@ -102,7 +102,12 @@ def model_from_config(path: Path, dtype: torch.dtype, seed: int = 0) -> nn.Modul
     try:
         return _from_config(_read_config(path), dtype, seed)
     except ValueError as error:
-        raise ModelSourceError(f"{path} is not a causal language model: {error}") from error
+        raise ModelSourceError(f"{path} is not a causal language model: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What is wrong, without the names of all models that would do."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _load_smollm2(dtype: torch.dtype, seed: int, tokenizer: bool) -> LoadedModel:
@@ -153,7 +158,7 @@ def _load_path(path: Path, dtype: torch.dtype, seed: int, tokenizer: bool) -> Lo
             str(path), config=_without_dropout(config), dtype=dtype, local_files_only=True
         ).train()
     except ValueError as error:
-        raise ModelSourceError(f"{path} is not a causal language model: {error}") from error
+        raise ModelSourceError(f"{path} is not a causal language model: {_first_line(error)}") from error
     words = None
     if tokenizer and any(path.glob("tokenizer*")):
         words = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
