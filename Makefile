@@ -37,7 +37,7 @@ demo: $(DEMO_STAMP)
 	@$(BIN)/streambp-fx demo $(ARGS)
 
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=30 $(ARGS)
 
 test-all: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow" $(ARGS)

@@ -110,6 +110,14 @@ class StepCost(ProgramCosts):
         found = sympy.Max(*largest(term for total in totals for term in _without_max(total)))
         return self.for_batch(found, batch_size)
 
+    def flops_expression(self, batch_size: int | None = None) -> sympy.Expr:
+        """Floating-point operations of a step, of products and attention, in the same symbols.
+
+        Chunks are taken to be of full length; with a window, all chunks read one of full length.
+        """
+        total = sympy.Add(*(sympy.sympify(m.flops) for m in self.timeline(self.symbols)))
+        return sympy.expand(self.for_batch(total, batch_size))
+
     def for_batch(self, found: sympy.Expr, batch_size: int | None = None) -> sympy.Expr:
         """The batch size of each input has a symbol of its own; to people they are one: B, or a number."""
         others = {s: v for s, v in self.facts.values.items() if s != self.facts.sequence}

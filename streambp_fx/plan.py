@@ -55,6 +55,7 @@ class Plan:
         eager_seq_len, checkpointing_seq_len: the longest sequences that would fit unstreamed, without and
             with gradient checkpointing; None without a budget.
         peak_expression: activation bytes as an expression in T, chunk and loss_chunk.
+        flops_expression: floating-point operations of one step, likewise.
     """
 
     model: str
@@ -80,6 +81,7 @@ class Plan:
     eager_seq_len: int | None
     checkpointing_seq_len: int | None
     peak_expression: str = field(repr=False)
+    flops_expression: str = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
@@ -266,6 +268,7 @@ class Planner:
             eager_seq_len=None if budget is None else self.longest_unstreamed(budget, False),
             checkpointing_seq_len=None if budget is None else self.longest_unstreamed(budget, True),
             peak_expression=str(self.expression),
+            flops_expression=str(self.cost.flops_expression(self.batch_size)),
         )
 
     def _too_small(self, memory: int, resident: int, rows: int) -> str:

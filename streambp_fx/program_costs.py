@@ -28,9 +28,9 @@ class Call:
     """A program called on one chunk.
 
     Attributes:
-        chunk, start: which chunk, and its first row.
+        chunk, start: which chunk, and its first row; with sizes that are symbols, the last one.
         peak: bytes that the call makes at once.
-        flops: its floating-point operations.
+        flops: its floating-point operations; with sizes that are symbols, those of all chunks.
     """
 
     chunk: int
@@ -88,10 +88,21 @@ class ProgramCosts:
             found = []
             for chunk, extent in enumerate(self.extents(runner, sizes)):
                 cost = self.program(runner, kind, extent, sizes)
-                peak, work = (self.value(size, sizes, extent) for size in (cost.peak, cost.flops))
-                found.append(Call(chunk, extent.start, peak, work))
+                work = self._over_chunks if sizes.symbolic else self.value
+                peak, flops = self.value(cost.peak, sizes, extent), work(cost.flops, sizes, extent)
+                found.append(Call(chunk, extent.start, peak, flops))
             self._calls_of[key] = found
         return self._calls_of[key]
+
+    def _over_chunks(self, flops: sympy.Expr, sizes: Sizes, last: Extent) -> sympy.Expr:
+        """Work of all chunks of a segment, from that of its last: chunks are of full length, and each but one
+        with a window reads what comes before it."""
+        chunk = sympy.Symbol("k", integer=True, nonnegative=True)
+        grows = self.value(PREFIX, sizes, last).has(TOKENS)
+        each = flops.subs(PREFIX, chunk * last.rows) if grows else flops
+        return sympy.expand(
+            sympy.summation(self.value(each, sizes, last), (chunk, 0, last.total / last.rows - 1))
+        )
 
     def program(self, runner: SegmentRunner, kind: str, extent: Extent, sizes: Sizes) -> ProgramCost:
         plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)

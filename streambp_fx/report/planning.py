@@ -64,6 +64,7 @@ def _lines(plan: Plan) -> list[str]:
         "recomputes nothing."
     )
     lines.append(f"Activations, in bytes: {plan.peak_expression}")
+    lines.append(f"Work, in floating-point operations: {plan.flops_expression}")
     return lines
 
 

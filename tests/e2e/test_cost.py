@@ -85,6 +85,20 @@ def test_the_batch_size_is_a_symbol_and_the_peak_is_linear_in_the_length() -> No
     assert all(t.expand().coeff(BATCH * TOKENS) < 4 * WIDE["vocab_size"] for t in terms), terms
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_expression_of_the_work(family: str) -> None:
+    model, chunk = _model(family)
+    found = streambp_fx.explain(model, 8 * chunk, batch_size=2, chunk=chunk, loss_chunk=chunk // 2)
+    expression = found.cost.flops_expression()
+    assert expression.free_symbols <= {TOKENS, BATCH, CHUNK, LOSS_CHUNK}
+    for tokens in (2 * chunk, 8 * chunk):
+        numbers = {TOKENS: tokens, CHUNK: chunk, LOSS_CHUNK: chunk // 2, BATCH: 2}
+        counted = sum(m.flops for m in found.cost.timeline(found.cost.sizes(tokens)))
+        work = int(expression.subs(numbers))
+        windowed = any(s.window is not None for s in found.segments)
+        assert work == counted or (windowed and counted < work < 1.2 * counted), (work, counted)
+
+
 def test_flops_are_those_that_pytorch_counts() -> None:
     """Products of the whole eager step; attention is left to its own formula."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,4 +1,7 @@
-"""Weights that are tensor subclasses: their regions run unchunked, as without streaming, and say so."""
+"""Weights that are tensor subclasses: their regions run unchunked, as without streaming, and say so.
+
+Needs the extra `quantised`.
+"""
 
 from __future__ import annotations
 
