@@ -174,14 +174,14 @@ def kept(spec: RunSpec, again: bool) -> Training:
     file = OUT / f"{spec.task}-{spec.mode}.json"
     known = json.loads(file.read_text()) if file.is_file() else None
     if again or known is None or known["spec"] != asdict(spec):
-        known = asdict(run(spec))
+        known = run(spec)
         OUT.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(known, indent=1) + "\n")
     return Training(spec, tuple(known["losses"]), tuple(known["peaks"]), known["seconds"])
 
 
-def run(spec: RunSpec) -> Training:
-    """Train in a process of its own.
+def run(spec: RunSpec) -> dict[str, Any]:
+    """Train in a process of its own; the fields of a `Training`.
 
     Raises:
         RuntimeError: it failed.
@@ -200,8 +200,7 @@ def run(spec: RunSpec) -> Training:
         done = subprocess.run(command, env=environment, text=True, stderr=subprocess.PIPE, check=False)
         if done.returncode:
             raise RuntimeError(f"{spec.task}, {spec.mode}: {done.stderr[-3000:]}")
-        found = json.loads(out.read_text())
-    return Training(spec, tuple(found["losses"]), tuple(found["peaks"]), found["seconds"])
+        return json.loads(out.read_text())
 
 
 def _worker(spec: str, out: str) -> None:

@@ -82,7 +82,7 @@ class ProgramCosts:
         step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
         if self._counted != step:
             self._counted, self._calls_of = step, {}
-        plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+        plain = self._plain_of(runner)
         key = (id(runner.programs), kind, plain, runner.segment.window, runner.segment.removed)
         if key not in self._calls_of:
             found = []
@@ -104,8 +104,12 @@ class ProgramCosts:
             sympy.summation(self.value(each, sizes, last), (chunk, 0, last.total / last.rows - 1))
         )
 
+    def _plain_of(self, runner: SegmentRunner) -> frozenset[Node]:
+        """Masks of a segment, by the names of its programs, of which nothing but causality is left."""
+        return frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+
     def program(self, runner: SegmentRunner, kind: str, extent: Extent, sizes: Sizes) -> ProgramCost:
-        plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+        plain = self._plain_of(runner)
         numbers = extent
         if sizes.symbolic:
             window = runner.segment.window
@@ -136,7 +140,7 @@ class ProgramCosts:
         if key not in self._programs:
             programs = runner.programs
             extent = Extent(SAMPLE, 0, 0, SAMPLE, segment.reach.name == "FULL")
-            plain = frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+            plain = self._plain_of(runner)
             kind = "joint" if backward else "forward"
             traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
             names = _names(runner, traced.guards.names)

@@ -270,14 +270,14 @@ class Schedule:
     def _segment_lines(self) -> Iterator[str]:
         """Identical segments folded into one line, and segments that take turns into their first round."""
         segments = self.segments
-        for repeat in repeats([_kind_of(s) for s in segments]):
+        for repeat in repeats([s.programs_key for s in segments]):
             every = segments[repeat.start : repeat.stop]
             if repeat.period == 1:
                 yield from self._lines(every)
                 continue
             numbers = f"{every[0].index}-{every[-1].index}"
             yield f"{numbers:<9}{repeat.times} times these {repeat.period}:"
-            for _, run in itertools.groupby(every[: repeat.period], key=_kind_of):
+            for _, run in itertools.groupby(every[: repeat.period], key=lambda s: s.programs_key):
                 yield from (f" {line}" for line in self._lines(list(run)))
 
     def _lines(self, group: list[ScheduledSegment]) -> Iterator[str]:
@@ -311,10 +311,6 @@ class Schedule:
             yield "  " + (once if self.sweeps == 1 else twice)
         for position, node in self.facts.lazy.items():
             yield f"  output {position} ({node.name}) is {self.options.logits}: nothing stores it"
-
-
-def _kind_of(segment: ScheduledSegment) -> str:
-    return segment.signature or str(segment.index)
 
 
 def _or_dash(count: float) -> str:

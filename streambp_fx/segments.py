@@ -43,6 +43,11 @@ class ScheduledSegment:
         return getattr(self.segment, name)
 
     @property
+    def programs_key(self) -> str:
+        """The same for segments that run the same programs, and for no others."""
+        return self.segment.signature or str(self.segment.index)
+
+    @property
     def inputs(self) -> list[str]:
         """What comes in: streamed values, parameters, values that are computed once; with shape and dtype."""
         segment = self.segment

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .plain_forms import in_plain_pytorch
+from .plain_forms import has_plain_form
 
 
 def models_within(model: nn.Module) -> list[nn.Module]:
@@ -42,8 +42,7 @@ def switched_by_others(model: nn.Module, forward: Any, given: Mapping[str, Any])
 
 def _is_captured(forward: Any) -> bool:
     """True if a forward, or one below a streamed one, has a plain form."""
-    original = getattr(forward, "original", forward)
-    return in_plain_pytorch(original) is not original
+    return has_plain_form(getattr(forward, "original", forward))
 
 
 def _added(kind: Any, forward: Any) -> set[str]:

@@ -55,10 +55,10 @@ def groups_of(schedule: Schedule) -> list[Group]:
     """Runs of identical segments, and what each of them takes from which other one."""
     twins: dict[str, int] = {}
     groups = []
-    for _, run in itertools.groupby(schedule.segments, key=lambda s: s.signature or str(s.index)):
+    for _, run in itertools.groupby(schedule.segments, key=lambda s: s.programs_key):
         segments = list(run)
         first = segments[0]
-        groups.append(Group(segments, twins.setdefault(first.signature or str(first.index), first.index)))
+        groups.append(Group(segments, twins.setdefault(first.programs_key, first.index)))
     number = {s.index: k for k, g in enumerate(groups) for s in g.segments}
     made = {n: s.index for s in schedule.segments for n in s.outputs}
     for k, group in enumerate(groups):

@@ -16,12 +16,10 @@ from .trl import PLAIN_FORMS
 
 def in_plain_pytorch(forward: Any) -> Any:
     """The forward with its kernels in plain PyTorch; the forward itself if it names none that is known."""
-    function = getattr(forward, "__func__", forward)
-    if not isinstance(function, types.FunctionType):
-        return forward
-    forms = _forms(function)
+    forms = _forms(forward)
     if not forms:
         return forward
+    function = getattr(forward, "__func__", forward)
     # without its name Dynamo does not look for the globals in the module of that name
     names = {k: v for k, v in function.__globals__.items() if k != "__name__"} | forms
     made = types.FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
@@ -29,8 +27,16 @@ def in_plain_pytorch(forward: Any) -> Any:
     return types.MethodType(made, forward.__self__) if isinstance(forward, types.MethodType) else made
 
 
-def _forms(function: types.FunctionType) -> dict[str, Any]:
-    """Plain forms of the globals that a function names."""
+def has_plain_form(forward: Any) -> bool:
+    """True if `in_plain_pytorch` makes the forward again; without making it."""
+    return bool(_forms(forward))
+
+
+def _forms(forward: Any) -> dict[str, Any]:
+    """Plain forms of the globals that a forward names."""
+    function = getattr(forward, "__func__", forward)
+    if not isinstance(function, types.FunctionType):
+        return {}
     known = {}
     for (module, name), form in PLAIN_FORMS.items():
         kernel = getattr(sys.modules.get(module), name, None)
