@@ -135,11 +135,14 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if run_verify(options).ok else 1
 
 
-def _add_step_without_weights(command: argparse.ArgumentParser, length_required: bool = False) -> None:
+def _add_step_without_weights(
+    command: argparse.ArgumentParser, length_required: bool = False, model_required: bool = True
+) -> None:
     """Arguments of commands that look at a step which is not run."""
     command.add_argument(
         "model",
         metavar="MODEL",
+        nargs=None if model_required else "?",
         help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
     )
     command.add_argument(
@@ -169,7 +172,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         description="Predict the memory of a streamed training step from its schedule, without weights and "
         "without running it. With --memory: whether it fits, and the longest sequence that does.",
     )
-    _add_step_without_weights(plan)
+    _add_step_without_weights(plan, model_required=False)
     plan.add_argument("--memory", metavar="SIZE", help="of the device, for example 80GiB")
     plan.add_argument("--lora-rank", type=at_least(1), metavar="N", help="train LoRA adapters of this rank")
     plan.add_argument(
@@ -181,18 +184,39 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         choices=CHOICES["policy"],
         help="auto: choose --save and --every so that it fits",
     )
+    plan.add_argument(
+        "--published",
+        action="store_true",
+        help="instead of a MODEL and --memory: the lengths that were published for StreamBP on 80 GB, beside "
+        "those of a plan",
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(handler=_plan)
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from .errors import PlanError
     from .plan import plan
     from .report.planning import print_plan
+    from .report.published import print_published
 
     sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
-    weights = {"dtype": args.dtype, "lora_rank": args.lora_rank, "optimizer": args.optimizer}
+    weights = {"dtype": args.dtype, "optimizer": args.optimizer}
     stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
-    print_plan(plan(args.model, args.seq_len, args.memory, **sizes, **weights, **stored), args.json)
+    if args.published:
+        given = [n for n in ("model", "seq_len", "memory", "lora_rank") if getattr(args, n) is not None]
+        if given:
+            raise PlanError(
+                f"--published brings its models, memory and adapters: leave out {', '.join(given)}"
+            )
+        print_published(args.json, **sizes, **weights, **stored)
+        return 0
+    if args.model is None:
+        raise PlanError("which MODEL? Give a name or a path, or --published")
+    found = plan(
+        args.model, args.seq_len, args.memory, lora_rank=args.lora_rank, **sizes, **weights, **stored
+    )
+    print_plan(found, args.json)
     return 0
 
 

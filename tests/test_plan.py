@@ -16,6 +16,7 @@ import streambp_fx
 from streambp_fx import PlanError, unstreamed
 from streambp_fx.cli import main
 from streambp_fx.plan import Planner, known_models, model_on_meta
+from streambp_fx.report import published
 from streambp_fx.report.live import peak_live_bytes
 from streambp_fx.units import parse_bytes
 
@@ -120,6 +121,8 @@ def test_json_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[st
         (["Nobody-7B", "--memory", "8GiB"], ["Nobody-7B", "Qwen3-8B"]),
         (["{folder}", "--memory", "8 apples"], ["8 apples", "GiB"]),
         (["{folder}"], ["sequence length"]),
+        ([], ["which MODEL?", "--published"]),
+        (["{folder}", "--published", "--memory", "8GiB"], ["leave out model, memory"]),
         (["{folder}", "--memory", "8GiB", "--dtype", "int3"], ["int3", "bfloat16"]),
         (["{folder}", "--memory", "8GiB", "--optimizer", "adam9"], ["adam9", "adamw"]),
         (["{folder}", "--memory", "100KiB"], ["too little", "smallest that works"]),
@@ -141,6 +144,34 @@ def test_bad_input(
     assert captured.out == "" and captured.err.startswith("streambp-fx plan: error: ")
     assert all(w in captured.err for w in words), captured.err
     assert "Traceback" not in captured.err and len(captured.err) < 2000
+
+
+def test_published_lengths_beside_a_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a small model in the place of those that were published, which take minutes."""
+    pytest.importorskip("peft")
+    models = tuple(published.PublishedLengths(str(folder), rank, 11_000, 22_000, 33) for rank in (None, 4))
+    monkeypatch.setattr(published, "PUBLISHED", models)
+    assert main(["plan", "--published", "--json"]) == 0
+    full, adapters = json.loads(capsys.readouterr().out)
+    assert full["predicted"]["memory_bytes"] == 80 * 10**9
+    assert adapters["predicted"]["gradients_bytes"] < full["predicted"]["gradients_bytes"]
+    assert adapters["published"]["lora_rank"] == 4
+    assert main(["plan", "--published"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{full['predicted']['checkpointing_seq_len'] / 1000:,.0f} | 22" in printed
+    assert "| 0.033" in printed and "LoRA 4" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", published.PUBLISHED, ids=lambda p: p.model)
+def test_published_lengths_are_predicted(each: published.PublishedLengths) -> None:
+    """Within a third, without and with checkpointing; streamed, at least what was published."""
+    pytest.importorskip("peft")
+    found = published.predicted(streambp_fx.plan(each.model, memory="80GB", lora_rank=each.lora_rank))
+    assert found[:2] == pytest.approx(each.tokens[:2], rel=1 / 3)
+    assert found[2] >= each.streamed
 
 
 def test_bad_sizes_in_python(folder: Path) -> None:

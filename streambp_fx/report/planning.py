@@ -9,13 +9,9 @@ from rich.table import Table
 
 from ..plan import Plan
 from ..units import readable
+from .published import KINDS, PUBLISHED_MEMORY, predicted, published_for
 
 GIB = 2**30
-
-# Longest sequences on one GPU of 80 GB in thousands of tokens: Luo, Li, Zhao, Li, "StreamBP: Memory-Efficient
-# Exact Backpropagation for Long Sequence Training of LLMs", NeurIPS 2025, arXiv 2506.03077, figure 1. The
-# largest model was trained with LoRA adapters.
-PUBLISHED = {"qwen3-8b": (4.7, 20, 110), "qwen3-14b": (1.7, 9, 40), "qwen3-32b": (0.44, 5.7, 16)}
 
 
 def print_plan(plan: Plan, as_json: bool = False, console: Console | None = None) -> None:
@@ -72,12 +68,10 @@ def _lengths(plan: Plan) -> Table:
     table = Table(title="longest sequence, tokens")
     table.add_column("")
     table.add_column("predicted", justify="right")
-    published = PUBLISHED.get(plan.model.lower())
+    published = published_for(plan.model)
     if published is not None:
-        table.add_column("published, 80 GB", justify="right")
-    found = (plan.eager_seq_len, plan.checkpointing_seq_len, plan.max_seq_len)
-    for position, name in enumerate(("nothing recomputed", "gradient checkpointing", "streamed")):
-        tokens = found[position] or 0
+        table.add_column(f"published, {PUBLISHED_MEMORY}", justify="right")
+    for position, (name, tokens) in enumerate(zip(KINDS, predicted(plan), strict=True)):
         row = [name, f"{tokens:,}" if tokens else "none"]
-        table.add_row(*row, *([f"{published[position]}k"] if published is not None else []))
+        table.add_row(*row, *([f"{published.tokens[position]:,}"] if published is not None else []))
     return table
