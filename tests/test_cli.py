@@ -116,11 +116,12 @@ def test_demo_on_a_tiny_model(config):
     assert "weights are random" in text.getvalue()
 
 
-def test_demo_command(capsys, config):
-    argv = ["demo", "--model", config, "--seq-len", "96", "--steps", "1", "--threads", "1"]
+def test_demo_command(monkeypatch, config):
+    given = []
+    monkeypatch.setattr("streambp_fx.demo.run_demo", given.append)
+    argv = ["demo", "--model", config, "--seq-len", "98", "--steps", "1", "--threads", "1"]
     assert main(argv) == 0
-    shown = capsys.readouterr().out
-    assert "streamed, chunk 24" in shown and "96 tokens of random tokens" in shown
+    assert given == [DemoOptions(model=config, seq_len=98, chunk=25, loss_chunk=256, steps=1, threads=1)]
 
 
 def test_verify_prints_tables(capsys, config):

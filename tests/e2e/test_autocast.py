@@ -144,6 +144,7 @@ def default_dtype(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(["llama", "bloom"], "llama"))
 def test_default_dtype(family: str) -> None:
     with default_dtype(torch.float64):

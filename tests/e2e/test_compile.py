@@ -68,7 +68,7 @@ def check_function(loss: Any, eager: Any, model: Any, call: Any, lengths: tuple[
         assert_close_grads(grads(model), grads(eager), 1e-9)
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt_neox"], "gemma2"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt_neox"], "llama"))
 def test_lengths_in_a_row(family: str, analysed: list[Any]) -> None:
     """One compiled model, four lengths and one shorter than a chunk: one graph."""
     with in_double(functools.partial(build, family)):
@@ -111,7 +111,7 @@ def test_batch_sizes(analysed: list[Any]) -> None:
 ACCEPTED = [(True, "default"), (False, "default"), (None, "reduce-overhead")]
 
 
-@pytest.mark.parametrize(("dynamic", "mode"), sample(ACCEPTED, *ACCEPTED[1:]))
+@pytest.mark.parametrize(("dynamic", "mode"), sample(ACCEPTED, ACCEPTED[-1]))
 def test_dynamic_and_mode_are_accepted(dynamic: bool | None, mode: str) -> None:
     eager = build("llama")
     model = copy.deepcopy(eager)

@@ -8,7 +8,7 @@ import pytest
 import sympy
 import torch
 from e2e_memory import measure
-from e2e_models import HEAD, build, plain
+from e2e_models import HEAD, build, plain, sample
 from torch import nn
 
 import streambp_fx
@@ -44,7 +44,7 @@ def _model(family: str) -> tuple[nn.Module, int]:
     return model, chunk
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", sample(CASES, "llama", "gpt_neox"))
 def test_predicted_peak_is_what_is_live(family: str) -> None:
     """Three lengths each, twelve combinations in all, within 8%; and the expression is no smaller."""
     model, chunk = _model(family)
@@ -85,7 +85,7 @@ def test_the_batch_size_is_a_symbol_and_the_peak_is_linear_in_the_length() -> No
     assert all(t.expand().coeff(BATCH * TOKENS) < 4 * WIDE["vocab_size"] for t in terms), terms
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", sample(["llama", "gemma2"], "llama"))
 def test_the_expression_of_the_work(family: str) -> None:
     model, chunk = _model(family)
     found = streambp_fx.explain(model, 8 * chunk, batch_size=2, chunk=chunk, loss_chunk=chunk // 2)

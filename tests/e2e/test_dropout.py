@@ -33,7 +33,7 @@ def seeded(model: Any, seed: int, batch: Any = BATCH) -> tuple[torch.Tensor, Any
     return step(model, batch)
 
 
-@pytest.mark.parametrize("case", sample(CASES, "llama sdpa", "gpt2"))
+@pytest.mark.parametrize("case", sample(CASES, "gpt2"))
 def test_same_seed_same_step(case: str) -> None:
     with in_double(functools.partial(build_with, case)):
         streamed = transform(build_with(case))
@@ -53,7 +53,7 @@ def train_loss(model: Any, seed: int, batch: Any) -> float:
     return float(model(**batch).loss.detach())
 
 
-@pytest.mark.parametrize("case", sample(CASES, "llama sdpa", "gpt2"))
+@pytest.mark.parametrize("case", sample(CASES, "llama sdpa"))
 @pytest.mark.parametrize("masked", sample([False, True], True))
 def test_gradient_of_the_loss_that_was_computed(case: str, masked: bool) -> None:
     """Analytic slope along a random direction against central differences under the same seed."""
@@ -163,7 +163,7 @@ def test_rate_inside_a_layer(p: float) -> None:
 
 
 @pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
-@pytest.mark.parametrize("case", sample(CASES, "llama sdpa", "gpt2"))
+@pytest.mark.parametrize("case", sample(CASES, "gpt2"))
 def test_dropout_is_streamed(case: str) -> None:
     """None of the above was passed by falling back to the original forward."""
     streamed = transform(build_with(case))

@@ -48,6 +48,7 @@ def test_weights_need_not_exist() -> None:
     assert "window of 16 rows" in str(schedule) and "100000 tokens" in str(schedule)
 
 
+@pytest.mark.slow
 def test_layers_that_take_turns_are_shown_once() -> None:
     kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 4 + ["sliding_attention"] * 2
     model = build("gemma3_text", num_hidden_layers=len(kinds), layer_types=kinds).to("meta")

@@ -135,13 +135,7 @@ def with_mixer(mixer: str, layer: int = 0, **over: Any) -> Any:
 
 
 OFTEN = ("mean over the sequence", "bidirectional attention", "a mask that looks one row ahead", "flip")
-OFTEN += ("rows that see nothing", "roll ahead", "cumsum along the sequence", "shift ahead by pad and slice")
-OFTEN += (
-    "norm over sequence and width",
-    "convolution that looks ahead",
-    "mixing across the batch",
-    "mystery op",
-)
+OFTEN += ("rows that see nothing", "cumsum along the sequence", "mixing across the batch", "mystery op")
 
 
 @pytest.mark.parametrize("mixer", sample(MIXERS, *OFTEN))
@@ -163,7 +157,7 @@ BESIDE = ["flip", "bidirectional attention", "roll ahead", "the last row for all
 
 
 @pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
-@pytest.mark.parametrize("mixer", sample(BESIDE, "bidirectional attention", "the last row for all"))
+@pytest.mark.parametrize("mixer", sample(BESIDE, "bidirectional attention"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_other_layer_is_still_chunked(mixer: str) -> None:
     """One bad layer costs one layer; the schedule says which and why."""
@@ -178,7 +172,7 @@ def test_the_other_layer_is_still_chunked(mixer: str) -> None:
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "num_hidden_layers": 3}
 
 
-TOLD = ("shift ahead by pad and slice", "mystery op", "bidirectional attention")
+TOLD = ("mystery op",)
 
 
 @pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
@@ -246,7 +240,7 @@ def test_one_warning_names_op_and_line(layers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2"], "gemma2"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2"], "llama"))
 def test_no_warning_without_a_cause(family: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

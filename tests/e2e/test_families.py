@@ -37,7 +37,7 @@ FIRST = [(family, impls(family)[0]) for family in FAMILIES]
 SECOND = [(family, impl) for family in FAMILIES for impl in impls(family)[1:]]
 MOST = ("T=67, a ragged last chunk", "T=4*chunk+1, a tail of one row", "T=hidden size", "left padding")
 MOST += ("right padding of more than a chunk",)
-SOME = [(family, "eager") for family in ("llama", "mistral", "opt")]
+SOME = [("llama", "eager")]
 
 
 def lengths() -> dict[str, dict[str, torch.Tensor]]:
@@ -81,7 +81,7 @@ def test_float64_on_every_kind_of_batch(family: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom", "falcon"], "gemma2"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom", "falcon"], "falcon"))
 def test_one_sample(family: str) -> None:
     _, streamed = check_exact(
         functools.partial(build, family), {"batch 1": plain(1, 67), "T=17": plain(1, 17)}
@@ -89,7 +89,7 @@ def test_one_sample(family: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "gemma3_text", "falcon"))
+@pytest.mark.parametrize("family", sample(FAMILIES, "falcon"))
 def test_float32(family: str) -> None:
     factory = functools.partial(build, family, dtype=torch.float32)
     batches = {"T=67": plain(2, 67), "T=97": plain(2, VOCAB)}

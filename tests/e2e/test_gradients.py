@@ -67,7 +67,6 @@ FREEZES = {
     "which",
     sample(
         FREEZES,
-        "the first layer",
         "all but the norms",
         "keys and values",
     ),
@@ -126,6 +125,7 @@ def lora(targets: tuple[str, ...]) -> Any:
 ADAPTED = [(("q_proj", "v_proj"),), (("k_proj", "down_proj"),), (("up_proj",),)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("targets",), sample(ADAPTED, ADAPTED[1]))
 def test_low_rank_adapters(targets: tuple[str, ...]) -> None:
     eager, streamed = check_exact(lambda: lora(targets), BATCHES)
@@ -141,7 +141,7 @@ def test_low_rank_adapters(targets: tuple[str, ...]) -> None:
 EMBEDDED = [("llama", True), ("llama", False), ("gemma2", False), ("gpt2", False)]
 
 
-@pytest.mark.parametrize(("family", "frozen"), sample(EMBEDDED, ("llama", True), ("gemma2", False)))
+@pytest.mark.parametrize(("family", "frozen"), sample(EMBEDDED, ("llama", True)))
 def test_inputs_embeds(family: str, frozen: bool) -> None:
     factory = functools.partial(build, family)
     with in_double(factory):
@@ -182,7 +182,7 @@ def test_soft_prompt() -> None:
 # -- other objectives and other calls ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom"], "gemma2"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "bloom"], "llama"))
 def test_logits_without_labels(family: str) -> None:
     """Without labels the logits come back and are differentiable; a length of one row included."""
     factory = functools.partial(build, family)
@@ -248,6 +248,7 @@ def test_hidden_states_are_returned_when_asked_for() -> None:
             assert (g - w).norm() <= RTOL * w.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", sample(["sdpa", "eager"], "sdpa"))
 def test_packed_sequences(impl: str) -> None:
     """Positions that start again: transformers then attends within each document only."""

@@ -48,7 +48,7 @@ def facts_of(model: Any) -> Facts:
 ALL_OF_THEM = "disk, attention, every 2"
 
 
-@pytest.mark.parametrize("policy", sample(POLICIES, "attention", ALL_OF_THEM))
+@pytest.mark.parametrize("policy", sample(POLICIES, ALL_OF_THEM))
 def test_exact(policy: str) -> None:
     factory = functools.partial(build, "llama", num_hidden_layers=3)
     check_exact(factory, BATCHES, **POLICIES[policy])
