@@ -19,7 +19,7 @@ from .modes import LOSS_CHUNK, MODES, PEER
 from .tables import MIB, new_table, number
 
 TOKENS = 2048
-CHUNKS = (2048, 1024, 512, 256)
+CHUNKS = (2048, 1024, 512, 256, 128)
 #: Times as many sequences as checkpointing holds that are required of the streamed step.
 REQUIRED = 5.0
 #: Steps that are measured at most to confirm a guess.
@@ -106,12 +106,13 @@ class Predicted:
 
         from streambp_fx import unstreamed
         from streambp_fx.ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS
+        from streambp_fx.options import Options
 
-        cost = self.planner.cost
+        cost, loss_rows = self.planner.cost, Options().loss_rows
         general = unstreamed.peak_expression(cost, True) if chunk is None else cost.peak_expression()
         peak = sympy.lambdify((BATCH, TOKENS, CHUNK, LOSS_CHUNK), cost.for_batch(general), "math")
-        loss_chunk = min(self.planner.loss_chunk, self.tokens)
-        return largest(lambda batch: peak(batch, self.tokens, chunk or self.tokens, loss_chunk) <= budget)
+        rows = chunk or self.tokens
+        return largest(lambda batch: peak(batch, self.tokens, rows, loss_rows(batch)) <= budget)
 
 
 def run_batch(meter: Meter, budget: int, base: Workload | None = None) -> list[Search]:

@@ -161,12 +161,14 @@ class Meter:
     def spec(self, workload: Workload, mode: Mode, steps: int) -> PeerSpec:
         """The step of a mode on a workload, for a process."""
         path = self.setup.reference if mode.step == "reference" else None
+        # of tokens; ours are rows of all sequences
+        loss_rows = LOSS_CHUNK // workload.batch if mode.step == "streamed" else LOSS_CHUNK
         return PeerSpec(
             self.source(workload),
             mode.step,
             workload.tokens,
             min(workload.chunk, workload.tokens),
-            loss_chunk=LOSS_CHUNK,
+            loss_chunk=max(1, loss_rows),
             dtype=workload.dtype,
             batch_size=workload.batch,
             threads=self.threads,

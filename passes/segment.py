@@ -61,6 +61,18 @@ def row_axis(facts: Facts, node: Node) -> tuple[int, Axis] | None:
     return None if any(facts.sequence in s.free_symbols for s in sizes) else found[0]
 
 
+def samples(facts: Facts) -> sympy.Expr:
+    """How many sequences there are: the number of rows of the last segment's input at one position."""
+    streamed = [n for s in reversed(facts.segments) if s.chunked for n in s.rows]
+    found = next(((n, r) for n in streamed if (r := row_axis(facts, n)) is not None), None)
+    if found is None:
+        return sympy.S.One
+    node, (dim, axis) = found
+    sizes = shape_of(node)
+    width = len(sizes) - 1  # the last dim, if it is not the sequence, is the width of a row
+    return sympy.Mul(axis.outer, axis.inner, *(s for d, s in enumerate(sizes) if d not in (dim, width)))
+
+
 def row_bytes(facts: Facts, node: Node) -> float:
     """Bytes of one row (of all samples) of a stored value; infinite if it cannot be stored by rows."""
     rows = row_axis(facts, node)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cost import StepCost
-from .options import AUTO_CHUNK, CHUNK_SIZES, Options
+from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.ir import Facts
 from .passes.policy import Policy, candidates
 from .runtime.executor import Executor, tokens_of
@@ -26,8 +26,10 @@ SHARE = 0.8
 STEP = 1024
 
 
-def choose_rows(peak: Callable[[int], int], budget: int | None, tokens: int) -> int:
-    """The largest of `CHUNK_SIZES` with which a step fits.
+def choose_rows(
+    peak: Callable[[int], int], budget: int | None, tokens: int, sizes: Sequence[int] = CHUNK_SIZES
+) -> int:
+    """The largest of `sizes` with which a step fits.
 
     Larger chunks are no faster, and smaller ones than the smallest are slower; so it is the smallest if none
     fits.
@@ -36,10 +38,11 @@ def choose_rows(peak: Callable[[int], int], budget: int | None, tokens: int) -> 
         peak: peak activation bytes for a number of rows.
         budget: bytes that activations may take; None: there is no limit.
         tokens: sequence length.
+        sizes: rows that are tried, the most first.
     """
-    if budget is None or tokens <= CHUNK_SIZES[-1]:
+    if budget is None or tokens <= sizes[-1]:
         return AUTO_CHUNK
-    return next((rows for rows in CHUNK_SIZES if peak(rows) <= budget), CHUNK_SIZES[-1])
+    return next((rows for rows in sizes if peak(rows) <= budget), sizes[-1])
 
 
 class AutoExecutor:
@@ -102,7 +105,8 @@ class AutoExecutor:
             peak = functools.partial(self._peak, policy, tokens, others)
             rows = self.options.rows
             if self.options.chunk == "auto":
-                rows = choose_rows(peak, budget, tokens)
+                sequences = int(self.executors[self.policies[0]].samples.subs(others))
+                rows = choose_rows(peak, budget, tokens, chunk_sizes(sequences))
             if budget is None or len(self.policies) == 1:
                 return policy, rows
             held = peak(rows)

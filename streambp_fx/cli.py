@@ -153,7 +153,10 @@ def _add_step_without_weights(
     )
     command.add_argument("--chunk", type=at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
     command.add_argument(
-        "--loss-chunk", type=at_least(1), metavar="N", help="rows in a chunk of the loss head"
+        "--loss-chunk",
+        type=at_least(1),
+        metavar="N",
+        help="rows in a chunk of the loss head (default: 256 tokens of all sequences together)",
     )
     command.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
     command.add_argument("--save", default="inputs", choices=CHOICES["save"], help="what a layer keeps")

@@ -84,7 +84,9 @@ class StepCost(ProgramCosts):
         """Sizes as numbers; the chunk is that of the options if it is not given."""
         rows = self.options.rows if chunk is None else chunk
         values = {s: v for s, v in self.facts.values.items() if s != self.facts.sequence}
-        return Sizes(tokens, rows, self.options.loss_chunk, {**values, **(others or {})})
+        values.update(others or {})
+        sequences = int(self.executor.samples.subs(values))
+        return Sizes(tokens, rows, self.options.loss_rows(sequences), values)
 
     @cached_property
     def symbols(self) -> Sizes:

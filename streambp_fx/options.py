@@ -10,12 +10,14 @@ from typing import Any
 from .passes.policy import Policy
 from .units import parse_bytes
 
-# Rows of a loss chunk: logits of 256 rows stay small, and the head's weight gradient (vocabulary x hidden
-# size) is not rewritten too often.
+# Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight
+# gradient (vocabulary x hidden size) is not rewritten too often.
 LOSS_CHUNK = 256
 AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
+# With several sequences kernels have more to do at once: smaller chunks are tried as well, to this.
+FEWEST_ROWS = 128
 CHOICES = {
     "logits": ("drop", "lazy", "keep"),
     "save": ("inputs", "attention"),
@@ -33,7 +35,8 @@ class Options:
 
     Attributes:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
-        loss_chunk: rows in a chunk of the loss head.
+        loss_chunk: rows of the sequence in a chunk of the loss head, or "auto": so many that all sequences
+            together have 256.
         memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
             what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
@@ -55,7 +58,7 @@ class Options:
     """
 
     chunk: int | str = "auto"
-    loss_chunk: int = LOSS_CHUNK
+    loss_chunk: int | str = "auto"
     memory: int | str | None = None
     logits: str = "drop"
     seq_dim: Mapping[str, int] | None = None
@@ -70,7 +73,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.chunk != "auto":
             _positive("chunk", self.chunk, ' or "auto"')
-        _positive("loss_chunk", self.loss_chunk)
+        if self.loss_chunk != "auto":
+            _positive("loss_chunk", self.loss_chunk, ' or "auto"')
         _positive("every", self.every)
         if self.memory is not None:
             parse_bytes(self.memory)
@@ -102,6 +106,10 @@ class Options:
         """Rows of a chunk as a number, where memory is plenty."""
         return AUTO_CHUNK if self.chunk == "auto" else int(self.chunk)
 
+    def loss_rows(self, samples: int) -> int:
+        """Rows of a chunk of the loss head, for a number of sequences."""
+        return max(1, LOSS_CHUNK // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+
     @staticmethod
     def parse(given: dict[str, Any]) -> Options:
         """Options from keywords; an unknown name is an error that names the nearest valid one.
@@ -116,6 +124,14 @@ class Options:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"unknown option {name!r}; valid options: {', '.join(valid)}.{hint}")
         return Options(**given)
+
+
+def chunk_sizes(samples: int) -> tuple[int, ...]:
+    """Rows of a chunk that are tried for a number of sequences, the most first."""
+    sizes = list(CHUNK_SIZES)
+    while sizes[-1] > FEWEST_ROWS and sizes[-1] // 2 * samples >= CHUNK_SIZES[-1]:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
 
 
 def _names_to_dims(name: str, value: object) -> None:

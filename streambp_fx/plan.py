@@ -19,7 +19,7 @@ from .cost import StepCost
 from .errors import PlanError
 from .explain import explain
 from .ledger import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
-from .options import CHUNK_SIZES, Options
+from .options import Options, chunk_sizes
 from .passes.policy import Policy, candidates
 from .units import parse_bytes
 
@@ -162,7 +162,7 @@ class Planner:
         stored: Policy | None = None,
     ) -> None:
         self.batch_size = batch_size
-        self.loss_chunk = Options().loss_chunk if loss_chunk is None else loss_chunk
+        self.loss_chunk = Options(loss_chunk=loss_chunk or "auto").loss_rows(batch_size)
         options: dict[str, Any] = {"chunk": SAMPLE_TOKENS // 4, "loss_chunk": self.loss_chunk}
         schedule = explain(model, SAMPLE_TOKENS, batch_size, **options)
         self.cost = StepCost(schedule.facts, schedule.options)
@@ -206,18 +206,19 @@ class Planner:
         return _longest(sympy.lambdify((TOKENS,), expression, "math"), budget)
 
     def choose_chunk(self, budget: int | None, seq_len: int | None = None) -> int:
-        """Rows of a chunk: the largest of `CHUNK_SIZES` with which `seq_len` fits.
+        """Rows of a chunk: the largest of `chunk_sizes` with which `seq_len` fits.
 
         Without a length, the largest that costs no more than 2% of the longest sequence. If nothing fits,
         the smallest, below which kernels lose time.
         """
+        sizes = chunk_sizes(self.batch_size)
         if budget is None:
-            return CHUNK_SIZES[0]
+            return sizes[0]
         if seq_len is not None:
-            fitting = (c for c in CHUNK_SIZES if self.activation_peak(seq_len, c) <= budget)
-            return next(fitting, CHUNK_SIZES[-1])
-        lengths = {c: self.longest(budget, c) for c in CHUNK_SIZES}
-        return next(c for c in CHUNK_SIZES if lengths[c] >= 0.98 * max(lengths.values()))
+            fitting = (c for c in sizes if self.activation_peak(seq_len, c) <= budget)
+            return next(fitting, sizes[-1])
+        lengths = {c: self.longest(budget, c) for c in sizes}
+        return next(c for c in sizes if lengths[c] >= 0.98 * max(lengths.values()))
 
     def plan(
         self,

@@ -18,7 +18,7 @@ from .options import Options
 from .passes.capture import source_line
 from .passes.ir import Facts
 from .passes.policy import Policy, groups, rows_from_outside
-from .passes.segment import row_bytes
+from .passes.segment import row_bytes, samples
 from .segments import READS, ScheduledSegment
 from .units import readable, readable_work
 
@@ -108,6 +108,11 @@ class Schedule:
 
     # ---- bytes
 
+    @property
+    def loss_rows(self) -> int:
+        """Rows of a chunk of the loss head, for the batch size with which the schedule was made."""
+        return self.options.loss_rows(int(samples(self.facts).subs(self.facts.values)))
+
     def stored_bytes_per_row(self) -> int:
         """Bytes that the forward keeps for the backward, a row of the batch.
 
@@ -137,7 +142,7 @@ class Schedule:
         """How many chunks a segment runs in, if the sequence length is known."""
         if self.seq_len is None or not segment.chunked or segment.kind == "whole":
             return None if self.seq_len is None else 1
-        rows = self.options.rows if segment.mixings else self.options.loss_chunk
+        rows = self.options.rows if segment.mixings else self.loss_rows
         return -(-(self.seq_len - segment.removed) // rows)
 
     def for_length(self, seq_len: int | None = None) -> Schedule:
@@ -263,8 +268,7 @@ class Schedule:
         length = "" if self.seq_len is None else f" for {self.seq_len} tokens"
         chunk = f"{self.options.rows}" + (" (chosen)" if self.chosen or self.options.chunk == "auto" else "")
         return (
-            f"Schedule of {len(self.segments)} segments{length}, chunk {chunk}, "
-            f"loss chunk {self.options.loss_chunk}"
+            f"Schedule of {len(self.segments)} segments{length}, chunk {chunk}, loss chunk {self.loss_rows}"
         )
 
     def _segment_lines(self) -> Iterator[str]:

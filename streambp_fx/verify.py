@@ -95,7 +95,7 @@ def verify(
         batch_size=batch_size,
         seq_len=length,
         chunk=parsed.chunk,
-        loss_chunk=parsed.loss_chunk,
+        loss_chunk=parsed.loss_rows(batch_size),
         rtol=tolerance,
         rows=tried,
         loss=loss,

@@ -103,7 +103,7 @@ def _head(context: Context, options: Options, seq_len: int | None, step: StepCod
         "import torch",
         "",
         "aten = torch.ops.aten",
-        f"CHUNK, LOSS_CHUNK = {options.rows}, {options.loss_chunk}  # rows of a chunk: in a layer, in a head",
+        f"CHUNK, LOSS_CHUNK = {context.rows}, {context.loss_rows}  # rows of a chunk: in a layer, in a head",
         f'DEVICE = torch.device("{context.device}")',
         *step.constants,
     ])  # fmt: skip

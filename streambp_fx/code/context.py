@@ -54,6 +54,8 @@ class Context:
         self.values = {s: self.facts.values.get(s, 2) for s in _symbols(self.facts)}
         if self.facts.sequence is not None:
             self.values[self.facts.sequence] = tokens
+        self.rows = executor.options.rows
+        self.loss_rows = executor.options.loss_rows(self.sample(executor.samples))
         self.symbols = self._name_symbols()
         self.device = _device(self.facts)
         self.printer = Printer(self.symbols, self.device)

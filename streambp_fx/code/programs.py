@@ -116,10 +116,11 @@ class SegmentCode:
 
     def step(self, plain: frozenset[Node], full: bool) -> Step:
         every = frozenset(self.masks() if full else ())
-        return Step(self.context.values, self.context.tokens, plain, every, 2**40, OwnedBuffers())
+        chunks = self.context.rows, self.context.loss_rows
+        return Step(self.context.values, self.context.tokens, plain, every, 2**40, OwnedBuffers(), *chunks)
 
     def extents(self, kind: str, step: Step) -> list[Extent]:
-        extents = self.runner.extents(step, self.runner.chunk)
+        extents = self.runner.extents(step)
         if kind == "state_joint" or (kind == "states" and not self.segment.chained):
             return [e.own() for e in extents]
         return extents

@@ -21,6 +21,7 @@ from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
+from ..passes.segment import samples
 from ..passes.vjp import SegmentPrograms
 from .common import OwnedBuffers
 from .head import OneSweepHead
@@ -48,7 +49,7 @@ class Executor:
     """
 
     def __init__(self, facts: Facts, options: Options, programs: Programs | None = None) -> None:
-        self.facts, self.rows = facts, options.rows
+        self.facts, self.options, self.samples = facts, options, samples(facts)
         self.programs: Programs = {} if programs is None else programs
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
@@ -107,8 +108,7 @@ class Executor:
         values.update(self.constants)
         sizes = self.sizes(inputs)
         self._whole_values(values, sizes)
-        step = self._step(values, sizes)
-        step.chunk = rows
+        step = self._step(values, sizes, rows)
         self._note(step)
         store = self._store(values)
         for group in self.groups:
@@ -134,7 +134,7 @@ class Executor:
         if not step.training:
             return
         others = tuple((s, v) for s, v in step.sizes.items() if s != self.facts.sequence)
-        noted = (step.total, step.chunk or self.rows, others)
+        noted = (step.total, step.chunk, others)
         if self.largest is None or tokens_of(noted) > tokens_of(self.largest):
             self.largest = noted
 
@@ -163,7 +163,7 @@ class Executor:
         with torch.no_grad():
             self._run(self.whole, values, sizes)
 
-    def _step(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Step:
+    def _step(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], rows: int | None) -> Step:
         """Look at the data once: which masks are plain causal today, and which rows see nothing."""
         plain, full = set(), set()
         for mask, additive in self.masks.items():
@@ -177,7 +177,8 @@ class Executor:
         seed = int(torch.randint(0, 2**40, ())) if self.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
-        return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers(), training)
+        chunks = rows or self.options.rows, self.options.loss_rows(int(self.samples.subs(sizes)))
+        return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers(), *chunks, training)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:
         """Where what is saved lies until the backward, if not where it is."""
@@ -325,8 +326,7 @@ def _runners(facts: Facts, options: Options, shared: Programs) -> list[Any]:
         programs = shared.get(key)
         if programs is None:
             programs = shared[key] = SegmentPrograms(facts, segment, *key[1:])
-        rows = options.rows if segment.mixings else options.loss_chunk
-        runners.append(SegmentRunner(facts, segment, programs, rows))
+        runners.append(SegmentRunner(facts, segment, programs))
     return runners
 
 

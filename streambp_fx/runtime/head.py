@@ -52,7 +52,7 @@ class OneSweepHead(torch.autograd.Function):
             inputs[n] if n in last and inputs[n].is_contiguous() else runner.allocate(n, step, tensors[0])
             for n in runner.diff_rows
         ]
-        extents = runner.extents(step, runner.chunk)
+        extents = runner.extents(step)
         counts = _chunks_that_count(coefficients, runner, step, extents) if alone else itertools.repeat(True)
         for index, (extent, counted) in enumerate(zip(extents, counts, strict=False)):
             if not counted:

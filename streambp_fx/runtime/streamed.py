@@ -30,8 +30,9 @@ class Step:
     full: frozenset[Node]
     seed: int
     owned: OwnedBuffers
+    chunk: int  # rows of a chunk where there is attention or the like
+    loss_chunk: int  # rows of a chunk elsewhere
     training: bool = True
-    chunk: int | None = None  # rows of a chunk, where they are chosen for the step
 
     def resolve(self, size: sympy.Expr) -> int:
         """A size as a number."""
@@ -45,11 +46,10 @@ class SegmentRunner:
         facts: facts of the graph.
         segment: the segment.
         programs: programs traced from this segment or from one identical to it.
-        chunk: rows of a chunk.
     """
 
-    def __init__(self, facts: Facts, segment: Segment, programs: SegmentPrograms, chunk: int) -> None:
-        self.facts, self.segment, self.programs, self.chunk = facts, segment, programs, chunk
+    def __init__(self, facts: Facts, segment: Segment, programs: SegmentPrograms) -> None:
+        self.facts, self.segment, self.programs = facts, segment, programs
         self.model = programs.segment
         self.needs_grad = facts.trains(segment)
         twins = dict(zip(self.model.nodes, segment.nodes, strict=True))
@@ -98,9 +98,9 @@ class SegmentRunner:
     def is_full(self, step: Step) -> bool:
         return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
 
-    def extents(self, step: Step, chunk: int) -> list[Extent]:
+    def extents(self, step: Step) -> list[Extent]:
         """The chunks of this segment in a step."""
-        rows = step.chunk if step.chunk is not None and self.segment.mixings else chunk
+        rows = step.chunk if self.segment.mixings else step.loss_chunk
         return self.extents_of(step.total, rows, self.is_full(step))
 
     def extents_of(self, tokens: int, chunk: int, full: bool | None = None) -> list[Extent]:
@@ -151,7 +151,7 @@ class SegmentRunner:
 
     def prepare_backward(self, step: Step) -> None:
         """Make the programs of the backward in the forward, where a failure leaves nothing half done."""
-        for extent in self.extents(step, self.chunk):
+        for extent in self.extents(step):
             sizes = [extent.rows, extent.prefix, extent.low, extent.total, step.seed]
             kinds = ["joint", *(("state_joint",) if extent.full and self.programs.states else ())]
             for kind in kinds:
@@ -201,7 +201,7 @@ class SegmentRunner:
             return [self._unwritten(n, step, like) for n in self.segment.outputs]
         outputs = [self.allocate(n, step, like) for n in self.segment.outputs]
         given.states = self.new_states(step, like)
-        extents = self.extents(step, self.chunk)
+        extents = self.extents(step)
         if self.is_full(step):
             self.fill_states(step, given, extents)
         for index, extent in enumerate(extents):
@@ -226,7 +226,7 @@ class SegmentRunner:
         Args:
             reuse: the first cotangent is a buffer of ours, to be overwritten by the first gradient.
         """
-        extents = self.extents(step, self.chunk)
+        extents = self.extents(step)
         full = self.is_full(step)
         given.states = self.new_states(step, like)
         self.fill_states(step, given, extents)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import sympy
 import torch
+from e2e_check import compare, in_double, pair
 from e2e_memory import measure
 from e2e_models import HEAD, build, plain, sample
+from streambp_fx.passes.segment import samples as samples_of
 from torch import nn
 
 import streambp_fx
 from streambp_fx import unstreamed
 from streambp_fx.cost import StepCost
 from streambp_fx.ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS
-from streambp_fx.options import CHUNK_SIZES
+from streambp_fx.options import CHUNK_SIZES, chunk_sizes
+from streambp_fx.runtime.streamed import SegmentRunner
 
 # Wide enough that activations, and not the few bytes of bookkeeping tensors, are what is measured.
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "max_position_embeddings": 2048}
@@ -146,6 +150,38 @@ def test_chunk_is_chosen_for_the_memory() -> None:
         assert found is not None and found.options.chunk == rows, (rows, peaks)
         assert f"chunk {rows} (chosen)" in str(found)
         streambp_fx.restore(model)
+
+
+def test_chunks_of_several_sequences_have_fewer_rows() -> None:
+    """A chunk of the head has 256 tokens of all sequences; rows of a layer's chunk may go down to 128."""
+    assert chunk_sizes(1) == CHUNK_SIZES == (2048, 1024, 512)
+    assert chunk_sizes(2)[-1] == 256 and chunk_sizes(3)[-1] == 256
+    assert chunk_sizes(4)[-1] == chunk_sizes(1000)[-1] == 128
+    rows = {samples: streambp_fx.Options().loss_rows(samples) for samples in (1, 3, 256, 1000)}
+    assert rows == {1: 256, 3: 85, 256: 1, 1000: 1}
+    assert streambp_fx.Options(loss_chunk=64).loss_rows(3) == 64
+
+
+def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that all sequences have 256 tokens; the batch size first a constant, then a symbol."""
+    ran: list[str] = []
+    call = SegmentRunner.call
+    monkeypatch.setattr(
+        SegmentRunner, "call", lambda self, kind, *a: ran.append(kind) or call(self, kind, *a)
+    )
+    factory = functools.partial(build, "llama", **WIDE)
+    eager, streamed = pair(factory, chunk=64, loss_chunk="auto")
+    for samples, chunks in ((3, 3), (2, 2), (5, 4)):
+        ran.clear()
+        with in_double(factory):
+            compare(eager, streamed, {"batch": plain(samples, 200)}, 1e-9)
+        assert ran.count("loss") == chunks, samples
+    found = streambp_fx.schedule(streamed)
+    assert found is not None
+    cost = found.cost
+    (batch,) = samples_of(cost.facts).free_symbols
+    assert found.loss_rows == 256 // cost.facts.values[batch]
+    assert cost.sizes(200, None, {batch: 16}).loss_chunk == 16
 
 
 @pytest.mark.parametrize(("free", "rows"), [(None, 2048), (10**9, 2048), (250, 1024), (0, 512)])
