@@ -23,6 +23,8 @@ from .segments import READS, ScheduledSegment
 from .units import readable, readable_work
 
 NO_BREAK = "\u00a0"
+# Characters of a line of the printed schedule.
+LINE = 109
 
 if TYPE_CHECKING:
     from .auto import AutoExecutor
@@ -296,7 +298,14 @@ class Schedule:
         yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{self._masks(segment)}"
         if not segment.chunked:
             where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""
-            yield f"{'':<9}runs whole: {segment.reason}{where}"
+            yield from textwrap.wrap(
+                f"runs whole: {segment.reason}{where}",
+                width=LINE - 3,  # these lines are indented, by three where layers take turns
+                initial_indent=" " * 9,
+                subsequent_indent=" " * 11,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
 
     def _masks(self, segment: ScheduledSegment) -> str:
         masks = dict.fromkeys(m.mask for m in segment.mixings if m.mask is not None)
