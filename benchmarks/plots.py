@@ -121,6 +121,7 @@ def draw_training(runs: Sequence[Any], path: Path, endings: Sequence[str] = (".p
         )
         losses.plot(steps, run.losses, color=colour, label=run.spec.mode, **style)
     losses.set(xlabel="optimizer step", ylabel="loss")
+    losses.locator_params(axis="x", integer=True)
     losses.legend(frameon=False, fontsize=8)
     peaks = [run.peak_bytes / MIB for run in runs]
     bars = memory.barh([run.spec.mode for run in runs], peaks, color=colours)
