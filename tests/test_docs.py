@@ -135,8 +135,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         name, _, anchor = target.partition("#")
         linked = page.parent / name if name else page
         assert linked.is_file(), target
-        headings = {slug(h) for h in re.findall(r"^#+ (.*)$", linked.read_text(), re.M)}
-        assert not anchor or anchor in headings, target
+        if anchor:
+            headings = {slug(h) for h in re.findall(r"^#+ (.*)$", linked.read_text(), re.M)}
+            assert anchor in headings, target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
