@@ -100,13 +100,13 @@ class AutoExecutor:
         budget = self.options.memory_bytes
         if budget is None:
             budget = activation_budget([v for v in inputs if isinstance(v, Tensor)])
+        rows_tried = chunk_sizes(self.executors[self.policies[0]].sequences(others))
         smallest: tuple[int, Policy, int] | None = None
         for policy in self.policies:
             peak = functools.partial(self._peak, policy, tokens, others)
             rows = self.options.rows
             if self.options.chunk == "auto":
-                sequences = int(self.executors[self.policies[0]].samples.subs(others))
-                rows = choose_rows(peak, budget, tokens, chunk_sizes(sequences))
+                rows = choose_rows(peak, budget, tokens, rows_tried)
             if budget is None or len(self.policies) == 1:
                 return policy, rows
             held = peak(rows)

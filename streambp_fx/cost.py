@@ -85,8 +85,7 @@ class StepCost(ProgramCosts):
         rows = self.options.rows if chunk is None else chunk
         values = {s: v for s, v in self.facts.values.items() if s != self.facts.sequence}
         values.update(others or {})
-        sequences = int(self.executor.samples.subs(values))
-        return Sizes(tokens, rows, self.options.loss_rows(sequences), values)
+        return Sizes(tokens, rows, self.options.loss_rows(self.executor.sequences(values)), values)
 
     @cached_property
     def symbols(self) -> Sizes:

@@ -124,6 +124,14 @@ def test_demo_command(monkeypatch, config):
     assert given == [DemoOptions(model=config, seq_len=98, chunk=25, loss_chunk=256, steps=1, threads=1)]
 
 
+@pytest.mark.slow
+def test_demo_command_to_the_end(capsys, config):
+    argv = ["demo", "--model", config, "--seq-len", "96", "--steps", "1", "--threads", "1"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "streamed, chunk 24" in shown and "96 tokens of random tokens" in shown
+
+
 def test_verify_prints_tables(capsys, config):
     argv = ["verify", config, "--seq-len", "67", "--batch-size", "2", "--chunk", "16", "--loss-chunk", "8"]
     assert main([*argv, "--dtype", "float64"]) == 0

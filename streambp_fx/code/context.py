@@ -55,7 +55,7 @@ class Context:
         if self.facts.sequence is not None:
             self.values[self.facts.sequence] = tokens
         self.rows = executor.options.rows
-        self.loss_rows = executor.options.loss_rows(self.sample(executor.samples))
+        self.loss_rows = executor.options.loss_rows(executor.sequences(self.values))
         self.symbols = self._name_symbols()
         self.device = _device(self.facts)
         self.printer = Printer(self.symbols, self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -138,6 +138,10 @@ class Executor:
         if self.largest is None or tokens_of(noted) > tokens_of(self.largest):
             self.largest = noted
 
+    def sequences(self, sizes: Mapping[sympy.Symbol, int]) -> int:
+        """How many sequences there are, from the values of the size symbols."""
+        return int(self.samples.subs(sizes))
+
     def sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each size symbol."""
         return read_sizes(self.sizes_at, inputs)
@@ -177,7 +181,7 @@ class Executor:
         seed = int(torch.randint(0, 2**40, ())) if self.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
-        chunks = rows or self.options.rows, self.options.loss_rows(int(self.samples.subs(sizes)))
+        chunks = rows or self.options.rows, self.options.loss_rows(self.sequences(sizes))
         return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers(), *chunks, training)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:
