@@ -14,6 +14,7 @@ from torch import Tensor
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+LARGE_BLOCKS = 768  # query rows; see NOTE [rows for the kernel]
 
 
 class StateRead(torch.autograd.Function):
@@ -77,10 +78,36 @@ def attend(
     if isinstance(prefix, int) and prefix == 0:
         return out, lse
     before = (x.narrow(2, 0, prefix) for x in (key, value))
-    out_before, lse_before = flash(query, *before, 0.0, False, scale=scale)
+    groups = stackable(query, key)
+    out_before, lse_before = flash(stack(query, groups), *before, 0.0, False, scale=scale)
+    out_before, lse_before = (unstack(x, groups) for x in (out_before, lse_before))
     both = torch.logaddexp(lse, lse_before)
     weight, weight_before = ((x - both).exp().unsqueeze(-1) for x in (lse, lse_before))
     return (out * weight + out_before * weight_before).to(query.dtype), both
+
+
+def stackable(query: Tensor, key: Tensor) -> int:
+    """How many query heads are handed to the kernel as rows of one head; 1 leaves them as they are.
+
+    NOTE [rows for the kernel]: without a mask, query heads that share keys may as well be further rows of one
+    head. PyTorch's CPU kernel works on blocks of 256 rows if it gets 768 or more, and of 64 or fewer below
+    (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), so for short chunks this is faster; the result is the
+    same to the bit. The number of rows is that of the chunk that the program is traced for: it decides on
+    speed alone, so it makes no condition on other chunks.
+    """
+    rows = query.shape[2]
+    rows = rows if isinstance(rows, int) else int(rows.node.hint)
+    return query.shape[1] // key.shape[1] if rows < LARGE_BLOCKS else 1
+
+
+def stack(rows: Tensor, groups: int) -> Tensor:
+    """(B, H, c, ...) -> (B, H / groups, groups * c, ...)."""
+    return rows if groups == 1 else rows.unflatten(1, (-1, groups)).flatten(2, 3)
+
+
+def unstack(rows: Tensor, groups: int) -> Tensor:
+    """(B, H / groups, groups * c, ...) -> (B, H, c, ...)."""
+    return rows if groups == 1 else rows.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 class PrefixAttention(torch.autograd.Function):
@@ -123,10 +150,11 @@ class PrefixAttention(torch.autograd.Function):
             blocks = [(0, key.shape[2], False)]
         grad_query = None
         for start, length, causal in blocks:
-            part = (x.narrow(2, start, length) for x in (key, value))
-            dq, dk, dv = flash_backward(
-                gradient, query, *part, out, lse, 0.0, causal, attn_mask=mask, scale=ctx.scale
-            )
+            part = [x.narrow(2, start, length) for x in (key, value)]
+            groups = 1 if causal or mask is not None else stackable(query, key)
+            dout, q, o, sums = (stack(x, groups) for x in (gradient, query, out, lse))
+            dq, dk, dv = flash_backward(dout, q, *part, o, sums, 0.0, causal, attn_mask=mask, scale=ctx.scale)
+            dq = unstack(dq, groups)
             grad_key.narrow(2, start, length).add_(dk)
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)

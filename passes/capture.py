@@ -66,6 +66,7 @@ class SymbolTable:
         self.shape_env, self.lengths = shape_env, lengths
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         self._length: torch.SymInt | None = None
+        self._samples: dict[int, torch.SymInt] = {}  # by value
 
     def found(self, meaning: Collection[sympy.Symbol]) -> list[sympy.Expr]:
         """What became of symbols of the incoming graph: symbols, or what tracing found them equal to."""
@@ -105,11 +106,20 @@ class SymbolTable:
             return self._length
         if symbol not in self._symbols:
             hint = known.get(symbol) or values_of(value)[symbol]
+            if self.lengths is not None and symbol in self.lengths.samples:
+                return self._size_of_batch(symbol, hint)
             longer = self.lengths.longer if self.lengths is not None and shared else 0
             self._symbols[symbol] = self.new(str(symbol), hint - longer)
             if shared:
                 self._length = self._symbols[symbol] + longer
                 return self._length
+        return self._symbols[symbol]
+
+    def _size_of_batch(self, symbol: sympy.Symbol, hint: int) -> torch.SymInt:
+        """Batch sizes of inputs are one symbol, as lengths are (`sequence`, NOTE [one sequence length])."""
+        if hint not in self._samples:
+            self._samples[hint] = self.new(str(symbol), hint)
+        self._symbols[symbol] = self._samples[hint]
         return self._symbols[symbol]
 
 

@@ -27,7 +27,9 @@ class Lengths:
 
     Attributes:
         sequence: symbols that stand for the sequence length; all have the same value.
-        others: every other symbol in the sizes of the inputs (the batch size).
+        others: every other symbol in the sizes of the inputs.
+        samples: of the others those that stand for the batch size: the first dim of inputs whose second dim
+            is the sequence. Those that have the same value become one symbol.
         values: the value of each symbol in the call for which the graph is captured.
         fixed: the others are numbers to the passes, and not symbols.
         longer: rows that inputs have more than the sequence that is streamed: 1 where a function makes tokens
@@ -38,6 +40,7 @@ class Lengths:
 
     sequence: frozenset[sympy.Symbol] = frozenset()
     others: frozenset[sympy.Symbol] = frozenset()
+    samples: frozenset[sympy.Symbol] = frozenset()
     values: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     fixed: bool = False
     longer: int = 0
@@ -91,7 +94,11 @@ def find_lengths(module: GraphModule, seq_dim: Mapping[str, int] | None = None) 
         return Lengths(others=frozenset(values), values=values, reason=str(ambiguous))
     reason = None if found else "no op of the graph reads along a dim that stands for the sequence length"
     others = frozenset(values) - found
-    return Lengths(frozenset(found), others, values, longer=_longer(module, found), reason=reason)
+    samples = frozenset(
+        dims[0][0] for _, dims in inputs.values() if {0, 1} <= set(dims) and dims[1][0] in found
+    )
+    longer = _longer(module, found)
+    return Lengths(frozenset(found), others, samples & others, values, longer=longer, reason=reason)
 
 
 def _longer(module: GraphModule, found: set[sympy.Symbol]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import emit  # noqa: F401  (registers how ops are written)
 from .attention import StateRead
+from .batch import Samples, batch, batch_size
 from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_names
@@ -123,6 +125,14 @@ class SegmentPrograms:
         self.diff_rows = [n for n in segment.rows if n in facts.needs_grad]
         self.diff_constants = [n for n in segment.constants if n in facts.needs_grad]
         self.diff_outputs = [n for n in segment.outputs if n in facts.needs_grad]
+
+    @cached_property
+    def samples(self) -> Samples | str:
+        """Where the samples are in the segment, or why they are not known to be independent."""
+        size = batch_size(self.facts)
+        if size is None:
+            return "the batch size is a number"
+        return batch(self.facts, self.segment, size, list(self.states))
 
     def get(self, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Lowered:
         """The program of a kind for these sizes, traced if there is none yet.

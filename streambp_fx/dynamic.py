@@ -122,7 +122,12 @@ def _of_read_lengths(
     found = [(v, {d for d, size in enumerate(v.shape) if int(size) in lengths}) for _, v in tensors]
     if not any(dims for _, dims in found):
         found = [(v, {d for d, size in enumerate(v.shape) if size > 1}) for _, v in tensors]
-    return [(v, dims) for v, dims in found if dims]
+    return _with_samples([(v, dims) for v, dims in found if dims])
+
+
+def _with_samples(found: list[tuple[torch.Tensor, set[int]]]) -> list[tuple[torch.Tensor, set[int]]]:
+    """The first dim as well, where the sequence is the second: the batch size, which will change like it."""
+    return [(v, dims | {0} if 1 in dims and v.shape[0] > 1 else dims) for v, dims in found]
 
 
 def _one_off(
@@ -151,4 +156,4 @@ def _named(
                 raise ValueError(f"seq_dim[{name!r}] is {dim}, but the input has the shape {shape}")
             if value.shape[dim] > 1:
                 found.append((value, {dim % value.dim()}))
-    return found
+    return _with_samples(found)

@@ -67,7 +67,6 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
             transform(model)
             streamed = vars(model)["forward"]
             streamed.options = options
-            streamed._batches.add(0)  # a batch of two or more is a symbol from the first
             streamed._compiled = streamed._compile(functools.partial(_explain_graph, streamed, found))
             with torch.enable_grad():
                 yield

@@ -173,7 +173,6 @@ class StreamedForward:
         self._begun = False
         self._take_over = TakeOver()
         self._modes: list[Any] = []
-        self._batches: set[int] = set()
         functools.update_wrapper(self, original, updated=())
 
     @property
@@ -236,18 +235,16 @@ class StreamedForward:
     def _declare_sizes(self, inputs: dict[str, Any]) -> None:
         """Tell Dynamo which dims carry the sequence, so that another length is the same graph.
 
-        NOTE [batch sizes]: the first batch size is a constant of its graph, as most people have only one.
-        From the second on the batch size is a symbol as well, and all further ones share that graph.
+        NOTE [batch sizes]: the batch size is a symbol as well, so that further ones share the graph, and so
+        that a part of the batch can be run where the rest is padding (`runtime.blocks`). PyTorch compiles a
+        graph of its own for one sequence.
         """
         for name, dim in self.sequence_dims.items():
             value = inputs.get(name)
             if not isinstance(value, torch.Tensor) or value.dim() < 2:
                 continue
             dim %= value.dim()
-            if dim == 1:
-                self._batches.add(value.shape[0])
-            dims = {dim} if dim != 1 or len(self._batches) == 1 else {0, 1}
-            for open_dim in dims:
+            for open_dim in {dim} if dim != 1 else {0, 1}:
                 if value.shape[open_dim] > 1:
                     torch._dynamo.maybe_mark_dynamic(value, open_dim)
 

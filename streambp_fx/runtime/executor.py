@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..options import Options
 from ..passes import masks
+from ..passes.batch import batch_size
 from ..passes.extract import Subgraph, is_random
 from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, shape_of, tensors_of
@@ -23,17 +27,22 @@ from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
 from ..passes.vjp import SegmentPrograms
+from .blocks import needed
 from .common import OwnedBuffers
-from .head import OneSweepHead
-from .lazy import LazyOutput
+from .head import OneSweepHead, Sweep, sweep_of
+from .lazy import Anew, LazyOutput
 from .offload import Store, store_for
-from .sizes import read_sizes, size_places, tests_of_sizes
+from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
 from .streamed import SegmentRunner, Step, StreamedSegment
 from .whole import WholeSegment
 
 aten = torch.ops.aten
 # By signature of the segment, body, what is saved, and the dtype of sums.
 Programs = dict[tuple[str, str, str, str], SegmentPrograms]
+LEFT_OUT = (
+    "a gradient came to logits of padding, behind the last token that the loss reads; those rows were not "
+    'run in this step. To have them run, keep the logits: torch.compile(..., options={"logits": "keep"}).'
+)
 # Later than any segment.
 NEVER = 2**31
 
@@ -50,6 +59,7 @@ class Executor:
 
     def __init__(self, facts: Facts, options: Options, programs: Programs | None = None) -> None:
         self.facts, self.options, self.samples = facts, options, samples(facts)
+        self.batch = batch_size(facts)
         self.programs: Programs = {} if programs is None else programs
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
@@ -90,7 +100,10 @@ class Executor:
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True if what the graph's capture assumed about sizes holds for these inputs."""
-        sizes = self.sizes(inputs)
+        try:
+            sizes = self.sizes(inputs)
+        except SizesDiffer:
+            return False
         return all(test(*(sizes[s] for s in symbols)) for symbols, test in self.guards)
 
     def __call__(self, *inputs: Any, rows: int | None = None) -> list[Any]:
@@ -110,12 +123,13 @@ class Executor:
         self._whole_values(values, sizes)
         step = self._step(values, sizes, rows)
         self._note(step)
+        sweep = self._look_at_loss(values, sizes, step)
         store = self._store(values)
         for group in self.groups:
-            if self.one_sweep is not None and group[-1] is self.facts.segments[-1] and step.training:
+            if sweep is not None and group[-1] is self.facts.segments[-1]:
                 if store is not None:
                     store.finish()
-                self._loss_in_one_sweep(values, sizes, step)
+                self._loss_in_one_sweep(values, step, sweep)
                 break
             with _kept_in(store):
                 self._run_group(group, values, sizes, step)
@@ -125,7 +139,7 @@ class Executor:
             self._run(self.tail, values, sizes)
         results = [values[n] if isinstance(n, Node) else n for n in self.results]
         for position, part in self.lazy.items():
-            results[position] = self._lazily(part, values, sizes)
+            results[position] = self._lazily(part, values, sizes, inputs, step)
         return results
 
     # ---- parts of a step
@@ -144,19 +158,58 @@ class Executor:
 
     def sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each size symbol."""
-        return read_sizes(self.sizes_at, inputs)
+        return read_sizes(self.sizes_at, inputs, self.facts.sequence)
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
         """Run a subgraph in ordinary PyTorch and keep its outputs."""
         found = part.module(*(self._value(n, values, sizes) for n in part.inputs))
         values.update(zip(part.outputs, found, strict=True))
 
-    def _lazily(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Tensor:
+    def _lazily(
+        self,
+        part: Subgraph,
+        values: dict[Any, Any],
+        sizes: dict[sympy.Symbol, int],
+        inputs: tuple,
+        step: Step,
+    ) -> Tensor:
         node = part.outputs[0]
         shape = torch.Size(int(s.subs(sizes)) for s in shape_of(node))
         like = tensors_of(node)[0]
         given = [self._value(n, values, sizes) for n in part.inputs]
-        return LazyOutput.apply(part, shape, like.dtype, like.device, *given)
+        anew = None
+        if step.needed is not None:
+            given_inputs = [v for v in inputs if isinstance(v, Tensor)]
+            make = functools.partial(self._complete, part, inputs, step)
+            anew = Anew(given_inputs, make, functools.partial(self._no_gradient_left_out, part, step))
+        return LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+
+    def _complete(self, part: Subgraph, inputs: tuple, step: Step) -> list[Any]:
+        """What a part reads, with the rows that the step did not run."""
+        with torch.no_grad(), torch._C._DisableAutocast():
+            values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
+            values.update(self.constants)
+            sizes = self.sizes(inputs)
+            self._whole_values(values, sizes)
+            again = dataclasses.replace(step, needed=None, training=False)
+            for segment in self.facts.segments:
+                if all(n in values or not tensors_of(n) for n in part.inputs):
+                    break
+                self._run_segment(segment, values, sizes, again)
+                for node in [n for n in values if self.last_read.get(n) == segment.index]:
+                    del values[node]
+            return [self._value(n, values, sizes) for n in part.inputs]
+
+    def _no_gradient_left_out(self, part: Subgraph, step: Step, gradients: Sequence[Tensor | None]) -> None:
+        """Raise if a gradient comes to rows that the step did not run."""
+        assert step.needed is not None
+        makers = {n: r for s, r in zip(self.facts.segments, self.runners, strict=True) for n in s.outputs}
+        for node, gradient in zip(part.inputs, gradients, strict=True):
+            runner = makers.get(node)
+            if gradient is None or not isinstance(runner, SegmentRunner):
+                continue
+            if any(rows.any() for rows in runner.left_out(node, gradient, step)):
+                raise RuntimeError(LEFT_OUT)
 
     def _value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         if node in values:
@@ -182,7 +235,8 @@ class Executor:
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
         chunks = rows or self.options.rows, self.options.loss_rows(self.sequences(sizes))
-        return Step(sizes, total, frozenset(plain), frozenset(full), seed, OwnedBuffers(), *chunks, training)
+        masks_found = frozenset(plain), frozenset(full)
+        return Step(sizes, total, *masks_found, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:
         """Where what is saved lies until the backward, if not where it is."""
@@ -251,16 +305,62 @@ class Executor:
             self.whole_forms[segment.index] = _whole_form(self.facts, segment)
         return self.whole_forms[segment.index]
 
-    def _loss_in_one_sweep(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step) -> None:
+    def _look_at_loss(
+        self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step
+    ) -> Sweep | None:
+        """The sweep over the loss head, if there is one only; and how far each sample has to be run."""
+        if self.one_sweep is None or not step.training:
+            return None
+        segment, runner = self.facts.segments[-1], self.runners[-1]
+        whole = {k: v for k, v in values.items() if k in self.tail.inputs}
+
+        def epilogue(rows: Tensor) -> Any:
+            local = {**whole, segment.outputs[0]: rows}
+            return self.tail.module(*(self._value(n, local, sizes) for n in self.tail.inputs))
+
+        like = next(values[n] for n in (*segment.constants, *self.placeholders) if tensors_of(n))
+        sweep = sweep_of(runner, step, epilogue, self.one_sweep, self.overwritten, like)
+        full = any(isinstance(r, SegmentRunner) and r.is_full(step) for r in self.runners)
+        ends = needed(sweep.counted, runner.extents(step), segment.removed) if sweep.counted else None
+        if ends is not None and not full and self.runs_to_the_end is None:
+            step.needed = (max(ends),) if self.samples_together else ends
+        return sweep
+
+    @cached_property
+    def runs_to_the_end(self) -> str | None:
+        """Why a step must run all rows, also those that the loss does not read; None if it need not.
+
+        Nothing but the loss may read what the segments make, as it is not made of all rows then. (Lazy
+        outputs are completed when they are read.)
+        """
+        made = {n for s in self.facts.segments for n in s.outputs}
+        if any(n in made for n in self.results):
+            return "a value by rows is an output"
+        streamed: set[Node] = set()
+        for segment, runner in zip(self.facts.segments, self.runners, strict=True):
+            if not isinstance(runner, Subgraph):
+                streamed.update(segment.outputs)
+            elif any(n in streamed for n in runner.inputs):
+                return f"segment {segment.index} runs whole"
+        return None
+
+    @cached_property
+    def samples_together(self) -> str | None:
+        """Why all samples are run as far as the longest; None if each can end where it does."""
+        if self.random:
+            return "the model draws random numbers"
+        reasons = (
+            f"segment {s.index}: {r.samples}"
+            for s, r in zip(self.facts.segments, self.runners, strict=True)
+            if isinstance(r, SegmentRunner) and isinstance(r.samples, str)
+        )
+        return next(reasons, None)
+
+    def _loss_in_one_sweep(self, values: dict[Any, Any], step: Step, sweep: Sweep) -> None:
         segment, runner = self.facts.segments[-1], self.runners[-1]
         whole = [values[n] for n in segment.whole]
         tensors = [values[n] for n in (*segment.rows, *segment.constants)]
-
-        def epilogue(rows: Tensor) -> Any:
-            local = {**values, segment.outputs[0]: rows}
-            return self.tail.module(*(self._value(n, local, sizes) for n in self.tail.inputs))
-
-        found = OneSweepHead.apply(runner, step, whole, epilogue, self.one_sweep, self.overwritten, *tensors)
+        found = OneSweepHead.apply(runner, step, whole, sweep, *tensors)
         values.update(zip(self.tail.outputs, found, strict=True))
 
 

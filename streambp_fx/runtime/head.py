@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +12,60 @@ from torch.fx import Node
 
 from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
+from .blocks import Block, runs
 from .common import refuse_double_backward
 from .streamed import SegmentRunner, Step, Values
+
+
+@dataclass
+class Sweep:
+    """What a sweep over the head needs besides the head's own values.
+
+    Attributes:
+        epilogue: what is made of the head's rows.
+        position: of the loss among what the epilogue returns.
+        coefficients: of the loss, in the rows: its derivative, the same wherever it is taken.
+        counted: for each chunk, the samples (all as one, where they are not known to be independent) of which
+            a row has a part in the loss; None if all are run.
+        last: streamed inputs that nobody reads after this; their gradient is written over them.
+    """
+
+    epilogue: Callable[[Tensor], tuple]
+    position: int
+    coefficients: Tensor
+    counted: list[list[bool]] | None
+    last: frozenset[Node]
+
+    def blocks(self, extents: list[Extent], runs_if: bool = True) -> list[Block]:
+        """The blocks that are run, or those that are not."""
+        if self.counted is None:
+            return [Block(e) for e in extents] if runs_if else []
+        return [
+            Block(extent, None if part.count == len(own) else part)
+            for extent, own in zip(extents, self.counted, strict=True)
+            for part in runs(own, runs_if)
+        ]
+
+
+def sweep_of(
+    runner: SegmentRunner,
+    step: Step,
+    epilogue: Callable[[Tensor], tuple],
+    position: int,
+    last: frozenset[Node],
+    like: Tensor,
+) -> Sweep:
+    """Look at the coefficients once, before the step.
+
+    NOTE [rows without a part in the loss]: labels of a prompt or of padding are ignored, so their rows have
+    the coefficient zero. A chunk of such rows is not run: what it adds to the loss and to the gradients is
+    zero. (Where a loss of such a row is infinite, and multiplied by zero, eager gives NaN; here it is zero.)
+    """
+    node = runner.segment.outputs[0]
+    rows = runner.allocate(node, step, like, zero=True)
+    coefficients, alone = _coefficients(epilogue, rows, position)
+    flags = runner.counted(coefficients, step) if alone else None
+    return Sweep(epilogue, position, coefficients, flags, last)
 
 
 class OneSweepHead(torch.autograd.Function):
@@ -26,49 +78,37 @@ class OneSweepHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        runner: SegmentRunner,
-        step: Step,
-        whole: list[Tensor],
-        epilogue: Callable[[Tensor], tuple],
-        position: int,
-        last: frozenset[Node],
-        *tensors: Tensor,
+        ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], sweep: Sweep, *tensors: Tensor
     ) -> tuple:
-        """
-        Args:
-            last: streamed inputs that nobody reads after this; their gradient is written over them.
-        """
         count = len(runner.segment.rows)
         given = Values(list(tensors[:count]), list(tensors[count:]), whole)
-        node = runner.segment.outputs[0]
+        node, coefficients = runner.segment.outputs[0], sweep.coefficients
         output = runner.allocate(node, step, tensors[0], zero=True)
-        coefficients, alone = _coefficients(epilogue, output, position)
         ctx.unit = _unit(coefficients) if _is_half(runner) else None
         given.cotangents = [coefficients if ctx.unit is None else coefficients / ctx.unit]
         given.accumulators = runner.accumulators(given.constants)
         inputs = dict(zip(runner.segment.rows, given.rows, strict=True))
         gradients = [
-            inputs[n] if n in last and inputs[n].is_contiguous() else runner.allocate(n, step, tensors[0])
+            inputs[n]
+            if n in sweep.last and inputs[n].is_contiguous()
+            else runner.allocate(n, step, tensors[0])
             for n in runner.diff_rows
         ]
         extents = runner.extents(step)
-        counts = _chunks_that_count(coefficients, runner, step, extents) if alone else itertools.repeat(True)
-        for index, (extent, counted) in enumerate(zip(extents, counts, strict=False)):
-            if not counted:
-                for row, buffer in zip(runner.diff_rows, gradients, strict=True):
-                    runner.rows_of(row, buffer, extent, step).zero_()
-                continue
-            value, *rows = runner.call("loss", extent, step, index, given)
-            runner.write(node, output, extent, step, value)
+        for index, block in enumerate(sweep.blocks(extents)):
+            value, *rows = runner.call("loss", block, step, index, given)
+            runner.write(node, output, block, step, value)
             for row, buffer, gradient in zip(runner.diff_rows, gradients, rows, strict=True):
-                runner.write(row, buffer, extent, step, gradient)
+                runner.write(row, buffer, block, step, gradient)
             del value, rows
+        for block in sweep.blocks(extents, False):
+            for row, buffer in zip(runner.diff_rows, gradients, strict=True):
+                runner.view(row, buffer, block, step).zero_()
         with torch.no_grad():
-            outputs = tuple(epilogue(output))
-        ctx.runner, ctx.step, ctx.position, ctx.count = runner, step, position, len(tensors)
+            outputs = tuple(sweep.epilogue(output))
+        ctx.runner, ctx.step, ctx.position, ctx.count = runner, step, sweep.position, len(tensors)
         ctx.gradients, ctx.accumulators = gradients, given.accumulators
-        ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != position))
+        ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != sweep.position))
         return outputs
 
     @staticmethod
@@ -90,7 +130,7 @@ class OneSweepHead(torch.autograd.Function):
         found.update(zip(runner.diff_constants, runner.finished(ctx.accumulators), strict=True))
         ctx.gradients = None
         inputs = (*runner.segment.rows, *runner.segment.constants)
-        return (None,) * 6 + tuple(found.get(n) for n in inputs)
+        return (None,) * 4 + tuple(found.get(n) for n in inputs)
 
 
 def _is_half(runner: SegmentRunner) -> bool:
@@ -108,20 +148,6 @@ def _unit(coefficients: Tensor) -> Tensor:
     """
     greatest = coefficients.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny)
     return torch.exp2(torch.ceil(torch.log2(greatest)))
-
-
-def _chunks_that_count(
-    coefficients: Tensor, runner: SegmentRunner, step: Step, extents: list[Extent]
-) -> list[bool]:
-    """For each chunk whether a row of it has a part in the loss.
-
-    NOTE [rows without a part in the loss]: labels of a prompt or of padding are ignored, so their rows have
-    the coefficient zero. A chunk of such rows is not run: what it adds to the loss and to the gradients is
-    zero. (Where a loss of such a row is infinite, and multiplied by zero, eager gives NaN; here it is zero.)
-    """
-    node = runner.segment.outputs[0]
-    counted = [runner.rows_of(node, coefficients, extent, step).any() for extent in extents]
-    return torch.stack(counted).tolist() if counted else []
 
 
 def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> tuple[Tensor, bool]:

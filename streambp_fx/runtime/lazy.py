@@ -8,6 +8,7 @@ the autograd graph, so a gradient that reaches it, by whatever way, goes on to w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -136,26 +137,51 @@ class _Like:
         self.shape, self.dtype, self.device = shape, dtype, device
 
 
+@dataclass(frozen=True)
+class Anew:
+    """How to make what a lazy output reads where the step did not run all of it (`runtime.blocks`).
+
+    Attributes:
+        inputs: of the step; they must not have been changed since.
+        make: runs the rest.
+        check: raises if gradients of what is read belong to rows that were not run.
+    """
+
+    inputs: list[Tensor]
+    make: Callable[[], list[Any]]
+    check: Callable[[list[Tensor | None]], None]
+
+
 class LazyOutput(torch.autograd.Function):
     """An output of the graph that is not computed. Backward recomputes what a gradient needs."""
 
     @staticmethod
     def forward(
-        ctx: Any, part: Subgraph, shape: torch.Size, dtype: torch.dtype, device: torch.device, *inputs: Any
+        ctx: Any,
+        part: Subgraph,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        anew: Anew | None,
+        *inputs: Any,
     ) -> Tensor:
         plain = tuple(v.detach() if isinstance(v, Tensor) else v for v in inputs)
         WholeSegment.remember(ctx, part.module, False, inputs)
-
-        versions = [v._version if isinstance(v, Tensor) else 0 for v in plain]
+        ctx.anew = anew
+        read = [v for v in plain if isinstance(v, Tensor)] if anew is None else anew.inputs
+        versions = [v._version for v in read]
 
         def compute() -> Tensor:
-            if versions != [v._version if isinstance(v, Tensor) else 0 for v in plain]:
+            if versions != [v._version for v in read]:
                 raise RuntimeError(CHANGED)
             with torch.no_grad():
-                return part.module(*plain)[0]
+                return part.module(*(plain if anew is None else anew.make()))[0]
 
         return LazyTensor.make(compute, _Like(shape, dtype, device))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
-        return (None, None, None, None, *WholeSegment.pull_back(ctx, 4, (gradient,)))
+        found = WholeSegment.pull_back(ctx, 5, (gradient,))
+        if ctx.anew is not None:
+            ctx.anew.check(found)
+        return (None, None, None, None, None, *found)

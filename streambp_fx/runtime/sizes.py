@@ -23,17 +23,24 @@ def size_places(facts: Facts) -> list[tuple[int, int | None, sympy.Symbol, int]]
     ]
 
 
-def read_sizes(places: list, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
+class SizesDiffer(ValueError):
+    """Inputs that share a symbol of the capture have different sizes."""
+
+
+def read_sizes(places: list, inputs: Sequence[Any], sequence: sympy.Symbol | None) -> dict[sympy.Symbol, int]:
     """The value of each size symbol, from the graph's inputs.
 
     Raises:
-        ValueError: inputs that share a symbol have different sizes.
+        ValueError: inputs have different sequence lengths.
+        SizesDiffer: inputs had one batch size when the graph was captured, and now they have several.
     """
     sizes: dict[sympy.Symbol, int] = {}
     for position, dim, symbol, more in places:
         value = inputs[position] if dim is None else inputs[position].shape[dim]
         found = int(value) - more
         if sizes.setdefault(symbol, found) != found:
+            if symbol != sequence:
+                raise SizesDiffer(f"the inputs have different batch sizes, {sizes[symbol]} and {found}")
             raise ValueError(
                 f"the inputs have different sequence lengths, {sizes[symbol]} and {found}; "
                 "a streamed model takes them to be equal"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -11,18 +14,26 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..passes.batch import Samples
 from ..passes.chunk import narrow
 from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
 from ..passes.vjp import SegmentPrograms
+from .blocks import Block, Part, counted, runs
 from .common import OwnedBuffers, compile_error, refuse_double_backward, split_rows
 
 
 @dataclass
 class Step:
-    """What one call of the model fixes for all its segments."""
+    """What one call of the model fixes for all its segments.
+
+    Attributes:
+        needed: for each sample, how many of its rows have a part in the loss, or come before one that has;
+            None if all are run. See NOTE [samples that have ended].
+        batch: the symbol of the batch size, if it is one.
+    """
 
     sizes: dict[sympy.Symbol, int]
     total: int
@@ -33,6 +44,21 @@ class Step:
     chunk: int  # rows of a chunk where there is attention or the like
     loss_chunk: int  # rows of a chunk elsewhere
     training: bool = True
+    needed: tuple[int, ...] | None = None
+    batch: sympy.Symbol | None = None
+
+    def parts(self, start: int) -> list[Part | None]:
+        """The samples that a chunk is run for, in pieces that lie together; None for all of them."""
+        if self.needed is None or all(n > start for n in self.needed):
+            return [None]
+        return list(runs([n > start for n in self.needed]))
+
+    def of(self, part: Part | None) -> Step:
+        """The step for a part of the samples."""
+        if part is None:
+            return self
+        assert self.batch is not None
+        return dataclasses.replace(self, sizes={**self.sizes, self.batch: part.count}, needed=None)
 
     def resolve(self, size: sympy.Expr) -> int:
         """A size as a number."""
@@ -53,6 +79,9 @@ class SegmentRunner:
         self.model = programs.segment
         self.needs_grad = facts.trains(segment)
         twins = dict(zip(self.model.nodes, segment.nodes, strict=True))
+        self.twins = twins
+        for own in ("rows", "constants", "whole"):
+            self.twins.update(zip(getattr(self.model, own), getattr(segment, own), strict=True))
         self.masks = [m.mask for m in segment.mixings if m.mask is not None]
         self.model_masks = {
             m.mask: twin.mask
@@ -115,10 +144,59 @@ class SegmentRunner:
             result.append(Extent(rows, start - low, low, total, full))
         return result
 
+    @cached_property
+    def samples(self) -> Samples | str:
+        """Where the samples are, or why they are not known to be independent."""
+        found = self.programs.samples
+        if isinstance(found, str):
+            return found
+        places = {self.twins[n]: place for n, place in found.places.items()}
+        return Samples(found.size, places)
+
+    def blocks(self, step: Step) -> list[Block]:
+        """The chunks of this segment in a step, each with the samples that it is run for."""
+        return [Block(e, part) for e in self.extents(step) for part in step.parts(e.start)]
+
+    def counted(self, coefficients: Tensor, step: Step) -> list[list[bool]]:
+        """For each chunk of a loss head the samples that have a part in the loss."""
+        node = self.segment.outputs[0]
+        (dim, axis), samples = self.axis(node), self.samples
+        place = samples.places.get(node) if isinstance(samples, Samples) else None
+        own = (place, step.resolve(place.inner)) if place is not None else None
+        return counted(coefficients, dim, step.resolve(axis.inner), own, self.extents(step))
+
+    def part_of(self, node: Node, value: Tensor, part: Part | None, step: Step) -> Tensor:
+        """Some samples of a value, as a view."""
+        assert isinstance(self.samples, Samples) or part is None
+        place = self.samples.places.get(node) if isinstance(self.samples, Samples) and part else None
+        if place is None or part is None:
+            return value
+        return place.narrow(value, part.first, part.count, step.resolve(place.inner))
+
+    def _parts_of(self, given: Values, part: Part | None, step: Step) -> Values:
+        if part is None:
+            return given
+        own = self.segment
+        of = lambda nodes, values: [  # noqa: E731
+            self.part_of(n, v, part, step) for n, v in zip(nodes, values, strict=bool(values))
+        ]
+        states = [self.twins[s] for s in self.programs.states]
+        return dataclasses.replace(
+            given,
+            rows=of(own.rows, given.rows),
+            constants=of(own.constants, given.constants),
+            whole=of(own.whole, given.whole),
+            states=of(states, given.states),
+            gradients=of(states, given.gradients),
+            cotangents=of(self.diff_outputs, given.cotangents),
+        )
+
     # ---- calls
 
-    def call(self, kind: str, extent: Extent, step: Step, index: int, given: Values) -> list[Any]:
+    def call(self, kind: str, block: Block, step: Step, index: int, given: Values) -> list[Any]:
         """Run a program on one chunk."""
+        extent = block.extent
+        given, step = self._parts_of(given, block.part, step), step.of(block.part)
         seed = step.seed + ((self.segment.index << 20) + index << 12)
         args: list[Any] = [extent.rows, extent.prefix, extent.low, extent.total, seed]
         args += [step.sizes[s] for s in self.programs.slots(kind).symbols]
@@ -151,12 +229,13 @@ class SegmentRunner:
 
     def prepare_backward(self, step: Step) -> None:
         """Make the programs of the backward in the forward, where a failure leaves nothing half done."""
-        for extent in self.extents(step):
+        for block in self.blocks(step):
+            extent, known = block.extent, step.of(block.part).sizes
             sizes = [extent.rows, extent.prefix, extent.low, extent.total, step.seed]
             kinds = ["joint", *(("state_joint",) if extent.full and self.programs.states else ())]
             for kind in kinds:
                 own = extent.own() if kind == "state_joint" else extent
-                numbers = [step.sizes[s] for s in self.programs.slots(kind).symbols]
+                numbers = [known[s] for s in self.programs.slots(kind).symbols]
                 self.program(kind, own, step, [*sizes, *numbers])
 
     def rows_of(self, node: Node, value: Tensor, extent: Extent, step: Step) -> Tensor:
@@ -164,22 +243,35 @@ class SegmentRunner:
         dim, axis = self.axis(node)
         return narrow(value, dim, axis, extent.start, extent.rows, extent.total, step.resolve)
 
+    def view(self, node: Node, value: Tensor, block: Block, step: Step) -> Tensor:
+        """The rows of a block, as a view of the whole value; rows that are merged with samples as parts."""
+        value, step = self.part_of(node, value, block.part, step), step.of(block.part)
+        dim, axis = self.axis(node)
+        if not axis.simple:
+            sizes = (step.resolve(axis.outer), block.extent.total, step.resolve(axis.inner))
+            value, dim = value.unflatten(dim, sizes), dim + 1
+        return value.narrow(dim, block.extent.start, block.extent.rows)
+
+    def left_out(self, node: Node, value: Tensor, step: Step) -> Iterator[Tensor]:
+        """The rows of an output that a step did not run, of one sample (or all together) after the other."""
+        assert step.needed is not None
+        total = step.total - self.segment.removed
+        for k, end in enumerate(step.needed):
+            if end < total:
+                part = Part(k, 1) if len(step.needed) > 1 else None
+                yield self.view(node, value, Block(Extent(total - end, 0, end, total), part), step)
+
     def axis(self, node: Node) -> tuple[int, Axis]:
         found = row_axis(self.facts, node)
         assert found is not None
         return found
 
     def write(
-        self, node: Node, buffer: Tensor, extent: Extent, step: Step, value: Tensor, add: bool = False
+        self, node: Node, buffer: Tensor, block: Block, step: Step, value: Tensor, add: bool = False
     ) -> None:
         """Store a chunk's rows of an output, or add to them."""
-        dim, axis = self.axis(node)
-        if not axis.simple:
-            outer, inner = step.resolve(axis.outer), step.resolve(axis.inner)
-            buffer = buffer.unflatten(dim, (outer, extent.total, inner))
-            value = value.unflatten(dim, (outer, extent.rows, inner))
-            dim += 1
-        rows = buffer.narrow(dim, extent.start, extent.rows)
+        rows = self.view(node, buffer, block, step)
+        value = value.reshape(rows.shape)
         rows.add_(value) if add else rows.copy_(value)
 
     def can_overwrite(self) -> bool:
@@ -199,26 +291,26 @@ class SegmentRunner:
     def forward(self, step: Step, given: Values, like: Tensor, unread: bool = False) -> list[Tensor]:
         if unread:
             return [self._unwritten(n, step, like) for n in self.segment.outputs]
-        outputs = [self.allocate(n, step, like) for n in self.segment.outputs]
+        some = step.needed is not None
+        outputs = [self.allocate(n, step, like, zero=some) for n in self.segment.outputs]
         given.states = self.new_states(step, like)
-        extents = self.extents(step)
+        blocks = self.blocks(step)
         if self.is_full(step):
-            self.fill_states(step, given, extents)
-        for index, extent in enumerate(extents):
-            values = self.call("forward", extent, step, index, given)
+            self.fill_states(step, given, blocks)
+        for index, block in enumerate(blocks):
+            values = self.call("forward", block, step, index, given)
             for node, buffer, value in zip(self.segment.outputs, outputs, values, strict=False):
-                self.write(node, buffer, extent, step, value)
+                self.write(node, buffer, block, step, value)
             if step.training:
                 given.kept.append(values[len(outputs) :])
             del values
         given.states = []
         return outputs
 
-    def fill_states(self, step: Step, given: Values, extents: list[Extent]) -> None:
+    def fill_states(self, step: Step, given: Values, blocks: list[Block]) -> None:
         if self.programs.states:
-            for index, extent in enumerate(extents):
-                own = extent if self.segment.chained else extent.own()
-                self.call("states", own, step, index, given)
+            for index, block in enumerate(blocks):
+                self.call("states", block if self.segment.chained else block.own(), step, index, given)
 
     def backward(self, step: Step, given: Values, like: Tensor, reuse: bool) -> list[Tensor]:
         """Gradients of the streamed inputs; those of the parameters are added to `given.accumulators`.
@@ -226,31 +318,29 @@ class SegmentRunner:
         Args:
             reuse: the first cotangent is a buffer of ours, to be overwritten by the first gradient.
         """
-        extents = self.extents(step)
+        blocks, some = self.blocks(step), step.needed is not None
         full = self.is_full(step)
         given.states = self.new_states(step, like)
-        self.fill_states(step, given, extents)
+        self.fill_states(step, given, blocks)
         given.gradients = self.new_states(step, like, gradients=True)
-        gradients = [self.allocate(n, step, like) for n in self.diff_rows[reuse:]]
-        if reuse:
+        gradients = [self.allocate(n, step, like, zero=some) for n in self.diff_rows[reuse:]]
+        if reuse:  # where no block is run its rows are zero: nothing comes from there
             gradients.insert(0, given.cotangents[0])
-        for index, extent in reversed(list(enumerate(extents))):
-            values = self.call("joint", extent, step, index, given)
+        for index, block in reversed(list(enumerate(blocks))):
+            values = self.call("joint", block, step, index, given)
             for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
-                self.write(node, buffer, extent, step, value)
+                self.write(node, buffer, block, step, value)
             del values
         if full and self.programs.states:
-            self._finish_states(step, given, extents, gradients)
+            self._finish_states(step, given, blocks, gradients)
         return gradients
 
-    def _finish_states(
-        self, step: Step, given: Values, extents: list[Extent], gradients: list[Tensor]
-    ) -> None:
+    def _finish_states(self, step: Step, given: Values, blocks: list[Block], gradients: list[Tensor]) -> None:
         """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
-        for index, extent in enumerate(extents):
-            values = self.call("state_joint", extent.own(), step, index, given)
+        for index, block in enumerate(blocks):
+            values = self.call("state_joint", block.own(), step, index, given)
             for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
-                self.write(node, buffer, extent, step, value, add=True)
+                self.write(node, buffer, block, step, value, add=True)
 
 
 @dataclass
