@@ -13,13 +13,14 @@
     objective    is the loss linear in its rows: one sweep over the head, or two
     chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`)
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
+    batch        are the samples of a batch independent: may some of them be run without the others
     policy       what is kept for the backward besides a segment's inputs, and where it lies
     reuse        ops write over operands that nobody reads any more (eager kernels only)
     lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
 
-Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built. The
-last five run when a segment first meets a new kind of chunk, once for all identical segments; what they make
-is called by `streambp_fx.runtime`.
+Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built, and
+`batch` when a batch has padding or a schedule is printed. The others run when a segment first meets a new
+kind of chunk, once for all identical segments; what they make is called by `streambp_fx.runtime`.
 """
 
 from __future__ import annotations

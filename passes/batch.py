@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from .capture import source_line
+from .custom_gradient import CustomFunction
 from .ir import Axis, Facts, Kind, Layout, NotSeparable, Role, Segment, operands, shape_of, tensors_of
 from .rules import RULES, RuleContext, forbid, merge_axis
 from .rules.contractions import sdpa_arguments
@@ -77,9 +78,9 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
         try:
             asked.layouts[node] = _checked(_layout(context, node, node in given))
         except (NotSeparable, ValueError, IndexError, TypeError) as refusal:  # a form the rule never met
-            return f"{node.target}: {refusal} ({source_line(node)})"
+            return f"{_op(node)}: {refusal} ({source_line(node)})"
         if asked.mixings or asked.slices:
-            return f"{node.target}: it reads other samples ({source_line(node)})"
+            return f"{_op(node)}: it reads other samples ({source_line(node)})"
     try:
         wanted = [*segment.rows, *segment.constants, *segment.whole, *states, *segment.outputs]
         if any(asked.layouts[n] != _seeded(asked, n) for n in segment.outputs):
@@ -99,6 +100,10 @@ def _computed(facts: Facts, segment: Segment, given: set[Node]) -> list[Node]:
             found.add(node)
             pending.extend(() if node in given else node.all_input_nodes)
     return [n for n in facts.nodes if n in found]
+
+
+def _op(node: Node) -> str:
+    return node.target.__name__ if isinstance(node.target, CustomFunction) else str(node.target)
 
 
 def _checked(layout: Layout) -> Layout:

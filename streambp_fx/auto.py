@@ -18,6 +18,7 @@ from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.ir import Facts
 from .passes.policy import Policy, candidates
 from .runtime.executor import Executor, tokens_of
+from .runtime.padding import Padding
 
 log = logging.getLogger(__name__)
 # Of what is free: allocators keep some of it in pieces, and others want some, too.
@@ -66,6 +67,11 @@ class AutoExecutor:
     @property
     def sweeps(self) -> int:
         return self.executors[self.policies[0]].sweeps
+
+    @property
+    def padding(self) -> Padding:
+        """What a step need not run; the same for all policies."""
+        return self.executors[self.policies[0]].padding
 
     @property
     def largest(self) -> tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None:

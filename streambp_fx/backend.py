@@ -21,10 +21,10 @@ from .errors import CompileError, StreamBPWarning
 from .options import Options
 from .passes import PassError, analyze
 from .passes.axes import is_secondary
-from .passes.capture import source_line
+from .passes.capture import source_line, source_name
 from .passes.ir import Facts
 from .passes.normalize import MutationError
-from .passes.sequence import Lengths, find_lengths, lengths_read, where_read
+from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
 from .progress import announced
 from .runtime.common import FALL_BACK, compile_error
 from .runtime.executor import Executor
@@ -90,6 +90,7 @@ def compile_graph(
         log.info("no output has a gradient: the graph runs as it is")
         return module
     lengths = find_lengths(module, declared or options.seq_dim)
+    _warn_of_unknown_names(module, options.seq_dim)
     if not lengths.sequence and declared is None:
         declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
     if lengths.sequence:
@@ -222,6 +223,18 @@ def _differentiates(module: GraphModule) -> bool:
     values = (n.meta.get("example_value") for n in output.all_input_nodes)
     leaves = torch.utils._pytree.tree_leaves(list(values))
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
+
+
+def _warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> None:
+    """A warning if a graph that reads along something has none of the inputs that `seq_dim` names."""
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    own = [n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    if not seq_dim or not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
+        return
+    names = [source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter)]
+    _warn(
+        f"seq_dim names {', '.join(map(repr, seq_dim))}, but the inputs of this graph are {', '.join(names)}"
+    )
 
 
 def _explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:

@@ -15,6 +15,7 @@ from .files import check_writable, write_whole
 from .folding import repeats
 from .ledger import CAUSES, Moment
 from .options import Options
+from .passes.batch import batch_size
 from .passes.capture import source_line
 from .passes.ir import Facts
 from .passes.policy import Policy, groups, rows_from_outside
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .auto import AutoExecutor
     from .memory import StepMemory
     from .runtime.executor import Executor
+    from .runtime.padding import Padding
 
 
 @dataclass
@@ -322,8 +324,19 @@ class Schedule:
             once = "1 sweep over the loss head: its coefficients are known before it"
             twice = "2 sweeps over the loss head: its coefficients are known only after the first"
             yield "  " + (once if self.sweeps == 1 else twice)
+        if self.sweeps == 1 and self.executor is not None and batch_size(self.facts) is not None:
+            text = f"padding: {_padding(self.executor.padding)}"
+            yield from textwrap.wrap(text, LINE, initial_indent="  ", subsequent_indent="    ")
         for position, node in self.facts.lazy.items():
             yield f"  output {position} ({node.name}) is {self.options.logits}: nothing stores it"
+
+
+def _padding(padding: Padding) -> str:
+    if padding.runs_to_the_end is not None:
+        return f"all rows are run, as {padding.runs_to_the_end}"
+    if padding.samples_together is not None:
+        return f"all samples are run as far as the longest that has a label; {padding.samples_together}"
+    return "a sample is run as far as its last token that has a label"
 
 
 def _or_dash(count: float) -> str:

@@ -10,8 +10,9 @@ from ..passes.inputs import SIZES, Extent
 from ..passes.ir import Reach
 from ..passes.printing import Printer, fold
 from ..passes.vjp import Guards
+from ..runtime.blocks import Step
 from ..runtime.common import OwnedBuffers
-from ..runtime.streamed import SegmentRunner, Step
+from ..runtime.streamed import SegmentRunner
 from .body import Body, BodyPrinter, docstring, function
 from .context import Context
 from .names import Scope

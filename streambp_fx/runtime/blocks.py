@@ -11,14 +11,18 @@ the loss alone, not by a mask: padding on the left comes before rows that count,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ..passes.batch import Place
 from ..passes.inputs import Extent
+from .common import OwnedBuffers
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,46 @@ def runs(wanted: Sequence[bool], value: bool = True) -> Iterator[Part]:
         elif own != value and first is not None:
             yield Part(first, k - first)
             first = None
+
+
+@dataclass
+class Step:
+    """What one call of the model fixes for all its segments.
+
+    Attributes:
+        needed: for each sample, how many of its rows have a part in the loss, or come before one that has;
+            None if all are run. See NOTE [samples that have ended].
+        batch: the symbol of the batch size, if it is one.
+    """
+
+    sizes: dict[sympy.Symbol, int]
+    total: int
+    plain: frozenset[Node]
+    full: frozenset[Node]
+    seed: int
+    owned: OwnedBuffers
+    chunk: int  # rows of a chunk where there is attention or the like
+    loss_chunk: int  # rows of a chunk elsewhere
+    training: bool = True
+    needed: tuple[int, ...] | None = None
+    batch: sympy.Symbol | None = None
+
+    def parts(self, start: int) -> list[Part | None]:
+        """The samples that a chunk is run for, in pieces that lie together; None for all of them."""
+        if self.needed is None or all(n > start for n in self.needed):
+            return [None]
+        return list(runs([n > start for n in self.needed]))
+
+    def of(self, part: Part | None) -> Step:
+        """The step for a part of the samples."""
+        if part is None:
+            return self
+        assert self.batch is not None
+        return dataclasses.replace(self, sizes={**self.sizes, self.batch: part.count}, needed=None)
+
+    def resolve(self, size: sympy.Expr) -> int:
+        """A size as a number."""
+        return int(size) if size.is_Integer else int(size.subs(self.sizes))
 
 
 def counted(

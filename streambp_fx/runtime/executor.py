@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import sympy
@@ -27,22 +24,19 @@ from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
 from ..passes.vjp import SegmentPrograms
-from .blocks import needed
+from .blocks import Step
 from .common import OwnedBuffers
 from .head import OneSweepHead, Sweep, sweep_of
-from .lazy import Anew, LazyOutput
+from .lazy import LazyOutput
 from .offload import Store, store_for
+from .padding import Padding
 from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
-from .streamed import SegmentRunner, Step, StreamedSegment
+from .streamed import SegmentRunner, StreamedSegment
 from .whole import WholeSegment
 
 aten = torch.ops.aten
 # By signature of the segment, body, what is saved, and the dtype of sums.
 Programs = dict[tuple[str, str, str, str], SegmentPrograms]
-LEFT_OUT = (
-    "a gradient came to logits of padding, behind the last token that the loss reads; those rows were not "
-    'run in this step. To have them run, keep the logits: torch.compile(..., options={"logits": "keep"}).'
-)
 # Later than any segment.
 NEVER = 2**31
 
@@ -85,6 +79,7 @@ class Executor:
         self.random = any(is_random(n) for n in facts.nodes)
         self.one_sweep = _one_sweep(facts, self.runners, self.tail)
         self.overwritten = _read_last_by_head(self)
+        self.padding = Padding(self)
 
     @property
     def sweeps(self) -> int:
@@ -117,13 +112,10 @@ class Executor:
             return self._step_of(inputs, rows)
 
     def _step_of(self, inputs: tuple, rows: int | None) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
-        values.update(self.constants)
-        sizes = self.sizes(inputs)
-        self._whole_values(values, sizes)
+        values, sizes = self.begin(inputs)
         step = self._step(values, sizes, rows)
         self._note(step)
-        sweep = self._look_at_loss(values, sizes, step)
+        sweep = self._sweep(values, sizes, step)
         store = self._store(values)
         for group in self.groups:
             if sweep is not None and group[-1] is self.facts.segments[-1]:
@@ -133,8 +125,7 @@ class Executor:
                 break
             with _kept_in(store):
                 self._run_group(group, values, sizes, step)
-            for node in [n for n in values if self.last_read.get(n) == group[-1].index]:
-                del values[node]  # what is kept of it is autograd's, or lies elsewhere
+            self.forget(group[-1], values)
         else:
             self._run(self.tail, values, sizes)
         results = [values[n] if isinstance(n, Node) else n for n in self.results]
@@ -162,7 +153,7 @@ class Executor:
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
         """Run a subgraph in ordinary PyTorch and keep its outputs."""
-        found = part.module(*(self._value(n, values, sizes) for n in part.inputs))
+        found = part.module(*(self.value(n, values, sizes) for n in part.inputs))
         values.update(zip(part.outputs, found, strict=True))
 
     def _lazily(
@@ -176,56 +167,35 @@ class Executor:
         node = part.outputs[0]
         shape = torch.Size(int(s.subs(sizes)) for s in shape_of(node))
         like = tensors_of(node)[0]
-        given = [self._value(n, values, sizes) for n in part.inputs]
-        anew = None
-        if step.needed is not None:
-            given_inputs = [v for v in inputs if isinstance(v, Tensor)]
-            make = functools.partial(self._complete, part, inputs, step)
-            anew = Anew(given_inputs, make, functools.partial(self._no_gradient_left_out, part, step))
+        given = [self.value(n, values, sizes) for n in part.inputs]
+        anew = self.padding.completion(part, inputs, step)
         return LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
 
-    def _complete(self, part: Subgraph, inputs: tuple, step: Step) -> list[Any]:
-        """What a part reads, with the rows that the step did not run."""
-        with torch.no_grad(), torch._C._DisableAutocast():
-            values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
-            values.update(self.constants)
-            sizes = self.sizes(inputs)
-            self._whole_values(values, sizes)
-            again = dataclasses.replace(step, needed=None, training=False)
-            for segment in self.facts.segments:
-                if all(n in values or not tensors_of(n) for n in part.inputs):
-                    break
-                self._run_segment(segment, values, sizes, again)
-                for node in [n for n in values if self.last_read.get(n) == segment.index]:
-                    del values[node]
-            return [self._value(n, values, sizes) for n in part.inputs]
-
-    def _no_gradient_left_out(self, part: Subgraph, step: Step, gradients: Sequence[Tensor | None]) -> None:
-        """Raise if a gradient comes to rows that the step did not run."""
-        assert step.needed is not None
-        makers = {n: r for s, r in zip(self.facts.segments, self.runners, strict=True) for n in s.outputs}
-        for node, gradient in zip(part.inputs, gradients, strict=True):
-            runner = makers.get(node)
-            if gradient is None or not isinstance(runner, SegmentRunner):
-                continue
-            if any(rows.any() for rows in runner.left_out(node, gradient, step)):
-                raise RuntimeError(LEFT_OUT)
-
-    def _value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
+    def value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         if node in values:
             return values[node]
         return evaluate_size(node, lambda expr: int(expr.subs(sizes)))
 
-    def _whole_values(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
+    def begin(self, inputs: Sequence[Any]) -> tuple[dict[Any, Any], dict[sympy.Symbol, int]]:
+        """The values that a step begins with, whole values among them, and the sizes."""
+        values: dict[Any, Any] = dict(zip(self.placeholders, inputs, strict=True))
+        values.update(self.constants)
+        sizes = self.sizes(inputs)
         with torch.no_grad():
             self._run(self.whole, values, sizes)
+        return values, sizes
+
+    def forget(self, segment: Segment, values: dict[Any, Any]) -> None:
+        """Drop what is read last by this segment: what is kept of it is autograd's, or lies elsewhere."""
+        for node in [n for n in values if self.last_read.get(n) == segment.index]:
+            del values[node]
 
     def _step(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], rows: int | None) -> Step:
         """Look at the data once: which masks are plain causal today, and which rows see nothing."""
         plain, full = set(), set()
         for mask, additive in self.masks.items():
             known = mask_facts(self.facts, mask)
-            fetch = lambda n: self._value(n, values, sizes)  # noqa: E731
+            fetch = lambda n: self.value(n, values, sizes)  # noqa: E731
             holds = masks.data_holds(known, fetch)
             if holds and known.plain_without_data and not known.has_bias:
                 plain.add(mask)
@@ -251,7 +221,7 @@ class Executor:
         """One segment; or several, of which only the inputs of the first are kept."""
         if len(group) == 1 or not step.training:
             for segment in group:
-                self._run_segment(segment, values, sizes, step)
+                self.run_segment(segment, values, sizes, step)
             return
         inputs, outputs = self._inputs_of(group, values), self.outputs_of(group)
         fixed = {n: v for n, v in inputs.items() if not isinstance(v, Tensor)}
@@ -264,7 +234,7 @@ class Executor:
             for segment in group:
                 # nobody reads the last outputs again, and what they were made of is kept
                 unread = again and segment is group[-1] and self.policy.save == "inputs"
-                self._run_segment(segment, local, sizes, step, unread)
+                self.run_segment(segment, local, sizes, step, unread)
             return tuple(local[n] for n in outputs)
 
         found = checkpoint(run, *tensors.values(), use_reentrant=False, preserve_rng_state=self.random)
@@ -280,7 +250,7 @@ class Executor:
         made = [n for s in group for n in s.outputs]
         return [n for n in made if self.last_read.get(n, NEVER) > group[-1].index]
 
-    def _run_segment(
+    def run_segment(
         self,
         segment: Segment,
         values: dict[Any, Any],
@@ -292,7 +262,7 @@ class Executor:
         if not isinstance(runner, Subgraph) and segment.chained and runner.is_full(step):
             runner = self._whole_form(segment)  # NOTE [chained states]
         if isinstance(runner, Subgraph):
-            given = [self._value(n, values, sizes) for n in runner.inputs]
+            given = [self.value(n, values, sizes) for n in runner.inputs]
             outputs = WholeSegment.apply(runner.module, runner.random, *given)
         else:
             whole = [values[n] for n in segment.whole]
@@ -305,10 +275,8 @@ class Executor:
             self.whole_forms[segment.index] = _whole_form(self.facts, segment)
         return self.whole_forms[segment.index]
 
-    def _look_at_loss(
-        self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step
-    ) -> Sweep | None:
-        """The sweep over the loss head, if there is one only; and how far each sample has to be run."""
+    def _sweep(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step) -> Sweep | None:
+        """The sweep over the loss head, if there is one only. It knows what the step need not run."""
         if self.one_sweep is None or not step.training:
             return None
         segment, runner = self.facts.segments[-1], self.runners[-1]
@@ -316,45 +284,12 @@ class Executor:
 
         def epilogue(rows: Tensor) -> Any:
             local = {**whole, segment.outputs[0]: rows}
-            return self.tail.module(*(self._value(n, local, sizes) for n in self.tail.inputs))
+            return self.tail.module(*(self.value(n, local, sizes) for n in self.tail.inputs))
 
         like = next(values[n] for n in (*segment.constants, *self.placeholders) if tensors_of(n))
         sweep = sweep_of(runner, step, epilogue, self.one_sweep, self.overwritten, like)
-        full = any(isinstance(r, SegmentRunner) and r.is_full(step) for r in self.runners)
-        ends = needed(sweep.counted, runner.extents(step), segment.removed) if sweep.counted else None
-        if ends is not None and not full and self.runs_to_the_end is None:
-            step.needed = (max(ends),) if self.samples_together else ends
+        self.padding.leave_out(step, sweep)
         return sweep
-
-    @cached_property
-    def runs_to_the_end(self) -> str | None:
-        """Why a step must run all rows, also those that the loss does not read; None if it need not.
-
-        Nothing but the loss may read what the segments make, as it is not made of all rows then. (Lazy
-        outputs are completed when they are read.)
-        """
-        made = {n for s in self.facts.segments for n in s.outputs}
-        if any(n in made for n in self.results):
-            return "a value by rows is an output"
-        streamed: set[Node] = set()
-        for segment, runner in zip(self.facts.segments, self.runners, strict=True):
-            if not isinstance(runner, Subgraph):
-                streamed.update(segment.outputs)
-            elif any(n in streamed for n in runner.inputs):
-                return f"segment {segment.index} runs whole"
-        return None
-
-    @cached_property
-    def samples_together(self) -> str | None:
-        """Why all samples are run as far as the longest; None if each can end where it does."""
-        if self.random:
-            return "the model draws random numbers"
-        reasons = (
-            f"segment {s.index}: {r.samples}"
-            for s, r in zip(self.facts.segments, self.runners, strict=True)
-            if isinstance(r, SegmentRunner) and isinstance(r.samples, str)
-        )
-        return next(reasons, None)
 
     def _loss_in_one_sweep(self, values: dict[Any, Any], step: Step, sweep: Sweep) -> None:
         segment, runner = self.facts.segments[-1], self.runners[-1]

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
-from .blocks import Block, runs
+from .blocks import Block, Step, runs
 from .common import refuse_double_backward
-from .streamed import SegmentRunner, Step, Values
+from .streamed import SegmentRunner, Values
 
 
 @dataclass

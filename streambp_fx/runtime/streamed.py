@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -21,48 +20,8 @@ from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dt
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
 from ..passes.vjp import SegmentPrograms
-from .blocks import Block, Part, counted, runs
-from .common import OwnedBuffers, compile_error, refuse_double_backward, split_rows
-
-
-@dataclass
-class Step:
-    """What one call of the model fixes for all its segments.
-
-    Attributes:
-        needed: for each sample, how many of its rows have a part in the loss, or come before one that has;
-            None if all are run. See NOTE [samples that have ended].
-        batch: the symbol of the batch size, if it is one.
-    """
-
-    sizes: dict[sympy.Symbol, int]
-    total: int
-    plain: frozenset[Node]
-    full: frozenset[Node]
-    seed: int
-    owned: OwnedBuffers
-    chunk: int  # rows of a chunk where there is attention or the like
-    loss_chunk: int  # rows of a chunk elsewhere
-    training: bool = True
-    needed: tuple[int, ...] | None = None
-    batch: sympy.Symbol | None = None
-
-    def parts(self, start: int) -> list[Part | None]:
-        """The samples that a chunk is run for, in pieces that lie together; None for all of them."""
-        if self.needed is None or all(n > start for n in self.needed):
-            return [None]
-        return list(runs([n > start for n in self.needed]))
-
-    def of(self, part: Part | None) -> Step:
-        """The step for a part of the samples."""
-        if part is None:
-            return self
-        assert self.batch is not None
-        return dataclasses.replace(self, sizes={**self.sizes, self.batch: part.count}, needed=None)
-
-    def resolve(self, size: sympy.Expr) -> int:
-        """A size as a number."""
-        return int(size) if size.is_Integer else int(size.subs(self.sizes))
+from .blocks import Block, Part, Step, counted
+from .common import compile_error, refuse_double_backward, split_rows
 
 
 class SegmentRunner:

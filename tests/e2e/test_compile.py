@@ -96,16 +96,17 @@ def test_a_mask_and_a_batch_as_long_as_the_sequence(analysed: list[Any]) -> None
 
 
 def test_batch_sizes(analysed: list[Any]) -> None:
-    """A second batch size is compiled once more, and that serves all others."""
+    """One graph for all, but for a single sequence, for which PyTorch compiles once more."""
     eager = build("llama")
     model = copy.deepcopy(eager)
     call = compiled(model)
     counters = torch._dynamo.utils.counters
     traced = []
-    for batch in (2, 3, 4, 5, 2, 7):
+    for batch in (2, 3, 4, 5, 2, 7, 1, 9):
         check(eager, model, call, plain(batch, 35 + batch))
         traced.append((counters["stats"]["unique_graphs"], len(analysed)))
-    assert traced[1] == traced[-1] == (traced[0][0] + 1, 2), f"graphs and analyses after each call: {traced}"
+    graphs = traced[0][0]
+    assert traced[5] == (graphs, 1) and traced[-1] == (graphs + 1, 2), f"graphs and analyses: {traced}"
 
 
 ACCEPTED = [(True, "default"), (False, "default"), (None, "reduce-overhead")]
@@ -316,6 +317,13 @@ def test_ambiguity_is_said_and_seq_dim_decides(analysed: list[Any]) -> None:
     call = torch.compile(fragment, backend="streambp", options={**OPTIONS, "seq_dim": {"x": 1}})
     torch.testing.assert_close(torch.autograd.grad(call(x, weight, other), (x, weight)), want)
     assert any(s.chunked and s.mixings for s in analysed[0].segments)
+
+
+def test_seq_dim_of_an_input_that_is_not_there() -> None:
+    weight = torch.randn(8, 24, requires_grad=True)
+    call = torch.compile(attention_block, backend="streambp", options={"seq_dim": {"hidden": 1}})
+    with pytest.warns(streambp_fx.StreamBPWarning, match=r"seq_dim names 'hidden', but .* are L\['x'\]|x"):
+        call(torch.randn(3, 37, 8), weight)
 
 
 def test_seq_dim_that_does_not_exist() -> None:

@@ -1,0 +1,112 @@
+"""What a step need not run, and what runs it after all. See NOTE [samples that have ended] in `blocks`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..passes.extract import Subgraph
+from ..passes.ir import tensors_of
+from .blocks import Step, needed
+from .head import Sweep
+from .lazy import Anew
+from .streamed import SegmentRunner
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+LEFT_OUT = (
+    "a gradient came to logits of padding, behind the last token that the loss reads; those rows were not "
+    'run in this step. To have them run, keep the logits: torch.compile(..., options={"logits": "keep"}).'
+)
+
+
+class Padding:
+    """Rows behind the last one that the loss reads, of a graph whose loss takes one sweep.
+
+    Args:
+        executor: of the graph.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.facts = executor, executor.facts
+        self.runners = list(zip(executor.facts.segments, executor.runners, strict=True))
+
+    @cached_property
+    def runs_to_the_end(self) -> str | None:
+        """Why a step must run all rows, also those that the loss does not read; None if it need not.
+
+        Nothing but the loss may read what the segments make, as it is not made of all rows then. (Lazy
+        outputs are completed when they are read.)
+        """
+        if self.executor.one_sweep is None:
+            return "the loss does not take one sweep"
+        made = {n for s in self.facts.segments for n in s.outputs}
+        if any(n in made for n in self.executor.results):
+            return "a value by rows is an output"
+        streamed: set[Node] = set()
+        for segment, runner in self.runners:
+            if not isinstance(runner, Subgraph):
+                streamed.update(segment.outputs)
+            elif any(n in streamed for n in runner.inputs):
+                return f"segment {segment.index} runs whole"
+        return None
+
+    @cached_property
+    def samples_together(self) -> str | None:
+        """Why all samples are run as far as the longest; None if each can end where it does."""
+        if self.executor.random:
+            return "the model draws random numbers"
+        streamed = ((s, r) for s, r in self.runners if isinstance(r, SegmentRunner))
+        return next(
+            (f"segment {s.index}: {r.samples}" for s, r in streamed if isinstance(r.samples, str)), None
+        )
+
+    def leave_out(self, step: Step, sweep: Sweep) -> None:
+        """Tell the step how far each sample has to be run."""
+        head, runner = self.runners[-1]
+        if sweep.counted is None or any(
+            isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners
+        ):
+            return
+        ends = needed(sweep.counted, runner.extents(step), head.removed)
+        if ends is not None and self.runs_to_the_end is None:
+            step.needed = (max(ends),) if self.samples_together else ends
+
+    def completion(self, part: Subgraph, inputs: Sequence[Any], step: Step) -> Anew | None:
+        """How a lazy output is read or differentiated after a step that left rows out."""
+        if step.needed is None:
+            return None
+        tensors = [v for v in inputs if isinstance(v, Tensor)]
+        make = functools.partial(self._complete, part, tuple(inputs), step)
+        return Anew(tensors, make, functools.partial(self._check, part, step))
+
+    def _complete(self, part: Subgraph, inputs: tuple, step: Step) -> list[Any]:
+        """What a part reads, with the rows that the step did not run."""
+        executor = self.executor
+        with torch.no_grad(), torch._C._DisableAutocast():
+            values, sizes = executor.begin(inputs)
+            again = dataclasses.replace(step, needed=None, training=False)
+            for segment in self.facts.segments:
+                if all(n in values or not tensors_of(n) for n in part.inputs):
+                    break
+                executor.run_segment(segment, values, sizes, again)
+                executor.forget(segment, values)
+            return [executor.value(n, values, sizes) for n in part.inputs]
+
+    def _check(self, part: Subgraph, step: Step, gradients: Sequence[Tensor | None]) -> None:
+        """Raise if a gradient comes to rows that the step did not run."""
+        makers = {n: r for s, r in self.runners for n in s.outputs}
+        for node, gradient in zip(part.inputs, gradients, strict=True):
+            runner = makers.get(node)
+            if gradient is None or not isinstance(runner, SegmentRunner):
+                continue
+            if any(rows.any() for rows in runner.left_out(node, gradient, step)):
+                raise RuntimeError(LEFT_OUT)
