@@ -100,7 +100,7 @@ def test_padding_at_random(rows_run: Counter) -> None:
     model = transform(build("gpt2", resid_pdrop=0.1))
     model(**ragged((20, 5))).loss.backward()
     assert 20 <= rows_run["joint"] / (2 * 2) < 40
-    assert "random" in streambp_fx.schedule(model).executor.samples_together
+    assert "random" in streambp_fx.schedule(model).executor.padding.samples_together
 
 
 def test_labels_alone_decide(rows_run: Counter) -> None:
