@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from e2e_check import assert_all_chunked, check_exact
+from e2e_check import (
+    assert_all_chunked,
+    assert_close_grads,
+    assert_close_loss,
+    check_exact,
+    step,
+    transform,
+)
 from e2e_kernels import KERNELS, cuda_ops  # noqa: F401
 from e2e_models import build, padded, plain, sample
 from streambp_fx.passes import attention, kernels
@@ -130,8 +137,12 @@ def test_blocks_are_one_attention(name: str, masked: bool) -> None:
 BATCHES = {"T=67": plain(2, 67), "padded": padded(67, "right", (29, 0)), "T=80": plain(1, 80)}
 
 
-@pytest.mark.parametrize("save", ["inputs", "attention"])
-@pytest.mark.parametrize("name", KERNELS)
+CASES = [(name, save) for name in KERNELS for save in ("inputs", "attention")]
+
+
+@pytest.mark.parametrize(
+    ("name", "save"), sample(CASES, ("efficient", "inputs"), ("flash, efficient", "attention"))
+)
 @pytest.mark.usefixtures("cuda_ops")
 def test_exact(name: str, save: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads, a chunk that does not divide the length, padding; float32, as the ops are."""
@@ -180,3 +191,38 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         cost, of_cpu_cost = (program_cost(t.module, {}) for t in (traced, of_cpu))
         assert cost.flops == of_cpu_cost.flops != 0
     assert schedule.cost.timeline(schedule.cost.sizes(1000))
+
+
+@pytest.mark.parametrize("name", sample(["flash", "efficient"], "efficient"))
+@pytest.mark.usefixtures("cuda_ops")
+def test_printed_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step as a module of its own gives the same loss and gradients."""
+    monkeypatch.setattr(kernels, "KERNELS", KERNELS[name])
+    model = transform(build("llama", dtype=FULL), save="attention")
+    batch = padded(67, "right", (29, 0))
+    loss, wanted = step(model, batch)
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    namespace: dict[str, Any] = {}
+    exec(compile(schedule.code(), "printed.py", "exec"), namespace)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    got, found = namespace["step"](**batch, parameters=weights, buffers=buffers)
+    assert_close_loss(got, loss, 1e-6)
+    assert_close_grads({n: found.get(n) for n in wanted}, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.usefixtures("cuda_ops")
+def test_backward_takes_any_layout(name: str) -> None:
+    """What was kept may come back in another layout than it was made in."""
+    (kernel,) = KERNELS[name]
+    torch.manual_seed(0)
+    query, key, value, gradient = torch.randn(4, 2, 4, 21, 8).unbind()
+    block = kernels.Block(query, key, value)
+    out, lse = kernel.forward(block)
+    expected = kernel.backward(gradient, block, out, lse)
+    for dims in ((0, 1), (0, 2), (1, 2)):
+        other = [x.transpose(*dims).contiguous().transpose(*dims) for x in (gradient, out, lse)]
+        assert not other[2].is_contiguous()
+        torch.testing.assert_close(kernel.backward(other[0], block, *other[1:]), expected)
