@@ -23,11 +23,18 @@ from streambp_fx.passes.cost import program_cost
 from streambp_fx.passes.ir import expression, tensors_of
 from streambp_fx.passes.kernels import choose
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import streambp_fx
 
 HALF, FULL = torch.bfloat16, torch.float32
 Chosen = "type[kernels.Kernel] | None"
+
+
+@pytest.fixture(autouse=True)
+def _capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on every machine, with or without a device."""
+    monkeypatch.setattr(kernels, "_capability", lambda device: (8, 0))
 
 
 def on_fake_device(
@@ -226,3 +233,23 @@ def test_backward_takes_any_layout(name: str) -> None:
         other = [x.transpose(*dims).contiguous().transpose(*dims) for x in (gradient, out, lse)]
         assert not other[2].is_contiguous()
         torch.testing.assert_close(kernel.backward(other[0], block, *other[1:]), expected)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(HALF, "flash"), (FULL, "efficient")])
+def test_forward_on_a_fake_device(dtype: torch.dtype, name: str) -> None:
+    """The backward on one needs a PyTorch that is built for CUDA: autograd asks for the device."""
+
+    def forward(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kernel = choose(query, key, key, None)
+        assert kernel is not None
+        return attention.attend(kernel, query, key, key, None, 11, True, None)
+
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 5, 16, dtype=dtype, device="cuda")
+        graph = make_fx(forward)(query, torch.empty(2, 2, 16, 16, dtype=dtype, device="cuda")).graph
+    made = [n for n in graph.nodes if n.op == "call_function"]
+    assert sum(f"_scaled_dot_product_{name}_attention" in str(n.target) for n in made) == 2
+    assert all(v.numel() <= 2 * 4 * 32 * 16 for n in made for v in tensors_of(n))
+    out, lse = (n.meta["val"] for n in next(n for n in graph.nodes if n.op == "output").args[0])
+    assert (out.shape, out.dtype, out.device) == (query.shape, dtype, query.device)
+    assert (lse.shape, lse.dtype) == (query.shape[:3], FULL)
