@@ -8,6 +8,7 @@ of 2,000 rows in a layer with 4,096 hidden values, counted on the schedule, at t
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -56,8 +57,12 @@ def seconds_of_a_chunk() -> float:
     times = {}
     for chunks in (2, CHUNKS):  # from the second on, a chunk has a prefix
         streamed = streambp_fx.transform(model(NARROW, LAYERS), chunk=TOKENS // chunks, loss_chunk=TOKENS)
-        times[chunks] = median_seconds(lambda m=streamed: m(input_ids=tokens, labels=tokens).loss.backward())
+        times[chunks] = median_seconds(functools.partial(_step, streamed, tokens))
     return (times[CHUNKS] - times[2]) / (LAYERS * (CHUNKS - 2))
+
+
+def _step(streamed: Any, tokens: torch.Tensor) -> None:
+    streamed(input_ids=tokens, labels=tokens).loss.backward()
 
 
 def work_of_a_chunk() -> float:

@@ -11,7 +11,7 @@
     segment      cuts where the fewest bytes are alive, so that a segment holds one level of mixing
     share        identical segments share one set of programs
     objective    is the loss linear in its rows: one sweep over the head, or two
-    chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`)
+    chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`, `kernels`)
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
     batch        are the samples of a batch independent: may some of them be run without the others
     policy       what is kept for the backward besides a segment's inputs, and where it lies

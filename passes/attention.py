@@ -7,14 +7,13 @@ state rows is complete: the backward of a read adds to the gradient buffer and h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-LARGE_BLOCKS = 768  # query rows; see NOTE [rows for the kernel]
+from .kernels import Block, Kernel, additive
 
 
 class StateRead(torch.autograd.Function):
@@ -46,58 +45,47 @@ def _as_result(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.view_as(gradient) if gradient.dtype == dtype else gradient.to(dtype)
 
 
-def flash_applies(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if the CPU flash kernel takes these operands (grouped heads included)."""
-    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    return query.device.type == "cpu" and query.dim() == 4 and same and query.dtype in kinds
-
-
-def additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask as the number that is added to the scores, in the dtype of the scores."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask if mask is None else mask.to(like.dtype)
-    zeros = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
-    return zeros.masked_fill(mask.logical_not(), float("-inf"))
-
-
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, prefix: int, causal: bool, scale: Any
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    prefix: int,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries at columns [prefix, end) over columns [0, end).
 
     Shapes: query (B, H, c, D); key and value (B, H or fewer, prefix + c, D); out (B, H, c, D); log-sum-exp
     (B, H, c). If `causal`, the prefix is read without a mask and only the diagonal block is triangular; the
-    two are merged by log-sum-exp. Otherwise one block is read under `mask`.
+    two are merged by log-sum-exp. Otherwise one block is read under `bias`.
     """
     if not causal:
-        return flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+        return _read(kernel, Block(query, key, value, bias, scale=scale))
     rows = query.shape[2]
-    own = (x.narrow(2, prefix, rows) for x in (key, value))
-    out, lse = flash(query, *own, 0.0, True, scale=scale)
+    own_key, own_value = (x.narrow(2, prefix, rows) for x in (key, value))
+    out, lse = kernel.forward(Block(query, own_key, own_value, causal=True, scale=scale))
     if isinstance(prefix, int) and prefix == 0:
         return out, lse
-    before = (x.narrow(2, 0, prefix) for x in (key, value))
-    groups = stackable(query, key)
-    out_before, lse_before = flash(stack(query, groups), *before, 0.0, False, scale=scale)
-    out_before, lse_before = (unstack(x, groups) for x in (out_before, lse_before))
+    key, value = (x.narrow(2, 0, prefix) for x in (key, value))
+    out_before, lse_before = _read(kernel, Block(query, key, value, scale=scale))
     both = torch.logaddexp(lse, lse_before)
     weight, weight_before = ((x - both).exp().unsqueeze(-1) for x in (lse, lse_before))
     return (out * weight + out_before * weight_before).to(query.dtype), both
 
 
-def stackable(query: Tensor, key: Tensor) -> int:
-    """How many query heads are handed to the kernel as rows of one head; 1 leaves them as they are.
+def _read(kernel: Kernel, block: Block) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a block that is not causal."""
+    groups = _stacked(kernel, block)
+    out, lse = kernel.forward(replace(block, query=stack(block.query, groups)))
+    return unstack(out, groups), unstack(lse, groups)
 
-    NOTE [rows for the kernel]: without a mask, query heads that share keys may as well be further rows of one
-    head. PyTorch's CPU kernel works on blocks of 256 rows if it gets 768 or more, and of 64 or fewer below
-    (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), so for short chunks this is faster; the result is the
-    same to the bit. The number of rows is that of the chunk that the program is traced for: it decides on
-    speed alone, so it makes no condition on other chunks.
-    """
-    rows = query.shape[2]
-    rows = rows if isinstance(rows, int) else int(rows.node.hint)
-    return query.shape[1] // key.shape[1] if rows < LARGE_BLOCKS else 1
+
+def _stacked(kernel: Kernel, block: Block) -> int:
+    """How many query heads of a group become rows of one head: none where rows differ in what they read."""
+    alike = block.bias is None and not block.causal
+    return kernel.stacked(block.query, block.key) if alike else 1
 
 
 def stack(rows: Tensor, groups: int) -> Tensor:
@@ -111,7 +99,7 @@ def unstack(rows: Tensor, groups: int) -> Tensor:
 
 
 class PrefixAttention(torch.autograd.Function):
-    """Flash attention over the state, differentiated block by block with the merged log-sum-exp."""
+    """A kernel's attention over the state, differentiated block by block with the merged log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -124,22 +112,23 @@ class PrefixAttention(torch.autograd.Function):
         value_gradient: Tensor,
         own_key_gradient: Tensor,
         own_value_gradient: Tensor,
-        mask: Tensor | None,
+        bias: Tensor | None,
+        kernel: Kernel,
         prefix: int,
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        return attend(query, key, value, mask, prefix, causal, scale)
+        return attend(kernel, query, key, value, bias, prefix, causal, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        query, _, _, key, value, *ctx.gradients, mask, ctx.prefix, ctx.causal, ctx.scale = inputs
+        query, _, _, key, value, *ctx.gradients, bias, ctx.kernel, ctx.prefix, ctx.causal, ctx.scale = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(query, key, value, *output, mask)
+        ctx.save_for_backward(query, key, value, *output, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:
-        query, key, value, out, lse, mask = ctx.saved_tensors
+        query, key, value, out, lse, bias = ctx.saved_tensors
         grad_key, grad_value, own_key, own_value = ctx.gradients
         rows = query.shape[2]
         if ctx.causal:
@@ -150,16 +139,17 @@ class PrefixAttention(torch.autograd.Function):
             blocks = [(0, key.shape[2], False)]
         grad_query = None
         for start, length, causal in blocks:
-            part = [x.narrow(2, start, length) for x in (key, value)]
-            groups = 1 if causal or mask is not None else stackable(query, key)
+            keys, values = (x.narrow(2, start, length) for x in (key, value))
+            block = Block(query, keys, values, bias, causal, ctx.scale)
+            groups = _stacked(ctx.kernel, block)
             dout, q, o, sums = (stack(x, groups) for x in (gradient, query, out, lse))
-            dq, dk, dv = flash_backward(dout, q, *part, o, sums, 0.0, causal, attn_mask=mask, scale=ctx.scale)
+            dq, dk, dv = ctx.kernel.backward(dout, replace(block, query=q), o, sums)
             dq = unstack(dq, groups)
             grad_key.narrow(2, start, length).add_(dk)
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)
         own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
-        return (grad_query, *own, *(None,) * 10)
+        return (grad_query, *own, *(None,) * 11)
 
 
 def attend_plainly(

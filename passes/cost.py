@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
 from torch.utils.flop_counter import flop_registry
 
 from .ir import expression, tensors_of
@@ -76,11 +77,16 @@ def program_cost(
 
 
 def tensor_bytes(value: Tensor) -> sympy.Expr:
-    """Bytes of the storage that a tensor lies in."""
+    """Bytes of the storage that a tensor lies in; where a kernel rounds up to whole blocks, at most."""
     try:
-        return expression(value.untyped_storage().nbytes())
+        size = expression(value.untyped_storage().nbytes())
     except NotImplementedError:
-        return expression(value.numel()) * value.element_size()
+        size = expression(value.numel()) * value.element_size()
+    if not size.has(CeilToInt, PythonMod, Mod):
+        return size
+    size = size.replace(CeilToInt, lambda quotient: quotient + 1).replace(IntTrueDiv, lambda a, b: a / b)
+    # a remainder is only ever what is not added
+    return size.replace(PythonMod, lambda a, b: sympy.S.Zero).replace(Mod, lambda a, b: sympy.S.Zero)
 
 
 def largest(values: Iterable[sympy.Expr]) -> tuple[sympy.Expr, ...]:
@@ -232,25 +238,32 @@ def _pairs(query: Node, key: Node, causal: bool) -> sympy.Expr:
     return batch * heads * (rows * (rows + 1) / 2 if causal else rows * columns)
 
 
-@flops(aten._scaled_dot_product_flash_attention_for_cpu)
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments that a node gives, by name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@flops(
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten.scaled_dot_product_attention,
+)
 def _attention(node: Node) -> sympy.Expr:
     """Scores and their product with the values: 2 D each a pair of row and column, for head sizes D."""
-    query, key, value = node.args[:3]
-    causal = bool(node.args[4]) if len(node.args) > 4 else bool(node.kwargs.get("is_causal"))
-    return _pairs(query, key, causal) * 2 * (_shape(query)[3] + _shape(value)[3])
+    given = _arguments(node)
+    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
+    return pairs * 2 * (_shape(given["query"])[3] + _shape(given["value"])[3])
 
 
-@flops(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+@flops(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+)
 def _attention_backward(node: Node) -> sympy.Expr:
     """Scores again, and four products with them (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
-    _, query, key, value = node.args[:4]
-    head, value_head = _shape(query)[3], _shape(value)[3]
-    return _pairs(query, key, bool(node.args[7])) * 2 * (3 * head + 2 * value_head)
-
-
-@flops(aten.scaled_dot_product_attention)
-def _composite_attention(node: Node) -> sympy.Expr:
-    """The same before a kernel is chosen."""
-    query, key, value = node.args[:3]
-    causal = bool(node.args[5]) if len(node.args) > 5 else bool(node.kwargs.get("is_causal"))
-    return _pairs(query, key, causal) * 2 * (_shape(query)[3] + _shape(value)[3])
+    given = _arguments(node)
+    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
+    return pairs * 2 * (3 * _shape(given["query"])[3] + 2 * _shape(given["value"])[3])

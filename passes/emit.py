@@ -15,6 +15,7 @@ from torch.fx import Node
 from . import attention
 from .chunk import EXPANDS, RESHAPES, Evaluation, emit, grouped_columns
 from .ir import Axis, Role, tensors_of
+from .kernels import Block, CpuFlash, additive, choose
 from .rules.contractions import sdpa_arguments
 
 aten = torch.ops.aten
@@ -101,23 +102,28 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     causal = call["is_causal"] or mask_node in run.program.plain
     mask = _mask_rows(run, mask_node) if mask_node is not None and not causal else None
     in_place = _in_place(run, call["key"], call["value"]) if call["dropout_p"] == 0.0 else None
-    if in_place is not None and attention.flash_applies(query, in_place[2], in_place[3]):
-        bias = attention.additive(mask, query)
-        extra = (bias, run.ranges.prefix, causal, call["scale"])
-        found = attention.PrefixAttention.apply(query, *in_place, *extra)
+    kernel = None if in_place is None else choose(query, in_place[2], in_place[3], mask)
+    if in_place is not None and kernel is not None:
+        bias = kernel.bias(mask, query, in_place[2])
+        extra = (run.ranges.prefix, causal, call["scale"])
+        found = attention.PrefixAttention.apply(query, *in_place, bias, kernel, *extra)
         if node in run.program.keep:
             run.program.kept += found
         return found[0]
     key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
-    if call["dropout_p"] == 0.0 and attention.flash_applies(query, key, value):
-        return _attend_on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
+    kernel = choose(query, key, value, mask) if call["dropout_p"] == 0.0 else None
+    if kernel is not None and not torch.is_grad_enabled():
+        bias = kernel.bias(mask, query, key)
+        return attention.attend(kernel, query, key, value, bias, run.ranges.prefix, causal, call["scale"])[0]
+    if isinstance(kernel, CpuFlash):
+        return _on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
     if causal:
         mask = _causal_block(run, query)
     drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
     return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
 
 
-def _attend_on_columns(
+def _on_columns(
     run: Evaluation,
     query: Tensor,
     key: Tensor,
@@ -127,20 +133,16 @@ def _attend_on_columns(
     scale: float | None,
     grouped: bool,
 ) -> Tensor:
-    """Without gradient buffers: in the forward, or where reads are differentiated as columns.
+    """Without gradient buffers, where reads are differentiated as columns: by PyTorch's own backward.
 
     NOTE [the kernel that eager uses]: where every score of a row is the same huge negative number, kernels
     differ in more than rounding, so the same one is taken: heads that are broadcast and not declared as
     grouped make PyTorch fall back to plain products.
     """
-    mask = attention.additive(mask, query)
-    if not torch.is_grad_enabled():
-        return attention.attend(query, key, value, mask, run.ranges.prefix, causal, scale)[0]
-    if causal:
-        mask = attention.additive(_causal_block(run, query), query)
+    bias = additive(_causal_block(run, query) if causal else mask, query)
     if query.shape[1] != key.shape[1] and not grouped:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
-    return attention.flash(query, key, value, 0.0, False, attn_mask=mask, scale=scale)[0]
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
+    return CpuFlash().forward(Block(query, key, value, bias, scale=scale))[0]
 
 
 def _causal_block(run: Evaluation, query: Tensor) -> Tensor:

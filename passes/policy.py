@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .attention import flash_applies
 from .chunk import ALIGNED, VIEW_ONLY, ChunkProgram
 from .ir import Facts, Kind, Reach, Segment, tensors_of
+from .kernels import choose
 from .rules.contractions import sdpa_arguments
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -67,7 +67,7 @@ def ordinal(number: int) -> str:
 def attention_outputs(facts: Facts, segment: Segment) -> list[Node]:
     """Attentions of a segment whose output and log-sum-exp can stand in for computing them again.
 
-    They are those whose backward is a kernel that takes both: flash attention over the state, in place.
+    They are those whose backward is a kernel that takes both, over the state, in place.
     """
     if not segment.chunked or segment.reach is Reach.FULL:
         return []
@@ -81,7 +81,10 @@ def _by_kernel(program: ChunkProgram, node: Node) -> bool:
     query, key, value = (tensors_of(call[k])[0] for k in ("query", "key", "value"))
     single = all(len(program.sources(call[k])) == 1 for k in ("key", "value"))
     alone = single and all(program.readers.get(program.sources(call[k])[0]) == 1 for k in ("key", "value"))
-    return alone and call["dropout_p"] == 0.0 and flash_applies(query, key, value)
+    # a program may be traced with the mask, and without where nothing but causality is left of it
+    masks = [None] if call["attn_mask"] is None else [None, tensors_of(call["attn_mask"])[0]]
+    taken = all(choose(query, key, value, mask) is not None for mask in masks)
+    return alone and call["dropout_p"] == 0.0 and taken
 
 
 def row_bytes_of_attention(node: Node) -> tuple[int, int]:
