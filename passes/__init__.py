@@ -14,11 +14,12 @@
     chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`)
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
     policy       what is kept for the backward besides a segment's inputs, and where it lies
+    simplify     the same values in fewer passes over memory (eager kernels only)
     reuse        ops write over operands that nobody reads any more (eager kernels only)
     lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
 
 Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built. The
-last five run when a segment first meets a new kind of chunk, once for all identical segments; what they make
+last six run when a segment first meets a new kind of chunk, once for all identical segments; what they make
 is called by `streambp_fx.runtime`.
 """
 
