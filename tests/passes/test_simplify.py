@@ -115,6 +115,11 @@ def returned_as_well(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> tuple[T, 
     return (x * v).view(ROWS, WIDTH) + product.view(ROWS, WIDTH), product
 
 
+def matrix_read_elsewhere(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> tuple[T, T]:
+    product = w @ w
+    return (w * 2).exp() + product, product.exp()
+
+
 def broadcast(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
     return v[0] + x[0] @ w
 
@@ -144,7 +149,16 @@ def wide_factors_would_wait(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
 
 @pytest.mark.parametrize(
     "case",
-    [read_elsewhere, broadcast, other_dtype, twice, with_alpha, returned_as_well, wide_factors_would_wait],
+    [
+        read_elsewhere,
+        matrix_read_elsewhere,
+        broadcast,
+        other_dtype,
+        twice,
+        with_alpha,
+        returned_as_well,
+        wide_factors_would_wait,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_a_sum_stays(case: Callable[..., Any]) -> None:
@@ -185,12 +199,17 @@ def elementwise(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
 
 
 def elementwise_read_elsewhere(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> tuple[T, T]:
+    first = x.exp()
     product = g * v
-    return x.exp() + product, product
+    return first + product, product
 
 
 def elementwise_grows(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
     return x + v * v
+
+
+def elementwise_other_dtype(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
+    return x.to(torch.float32).exp() + g * v
 
 
 def made_later(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
@@ -207,6 +226,7 @@ def made_later(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
         (elementwise, torch.bfloat16, 0),
         (elementwise_read_elsewhere, torch.float64, 0),
         (elementwise_grows, torch.float64, 0),
+        (elementwise_other_dtype, torch.float64, 0),
         (made_later, torch.float64, 0),
     ],
     ids=lambda v: getattr(v, "__name__", str(v)),
@@ -358,6 +378,12 @@ def test_scalars_go_to_what_is_expanded(dtype: torch.dtype, wide: int) -> None:
 def test_by_one() -> None:
     _, after = check(lambda x, g, *rest: ((x**1) * 1.0 / 1).exp())
     assert after == Counter({aten.exp.default: 1})
+
+
+def test_a_replacement_has_the_strides_of_what_it_replaces() -> None:
+    """The product by one makes of an expanded value one that can be seen as a matrix."""
+    _, after = check(lambda x, g, w, a, b, v, buffer: (v.expand(1, ROWS, WIDTH) * 1.0).view(-1, WIDTH) @ w)
+    assert after[aten.mul.Tensor] == 1
 
 
 def test_what_is_returned_or_changed_stays_a_value_of_its_own() -> None:
