@@ -116,8 +116,9 @@ def returned_as_well(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> tuple[T, 
 
 
 def matrix_read_elsewhere(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> tuple[T, T]:
+    base = (w * 2).exp()
     product = w @ w
-    return (w * 2).exp() + product, product.exp()
+    return base + product, product.exp()
 
 
 def broadcast(x: T, g: T, w: T, a: T, b: T, v: T, buffer: T) -> T:
