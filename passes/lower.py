@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from .normalize import is_impure
 from .reuse import reuse
-from .simplify import simplify
 
 aten = torch.ops.aten
 
@@ -54,8 +53,7 @@ def lower(
     if accumulators:
         _accumulate(graph, accumulators)
     graph.eliminate_dead_code(is_impure_node=is_impure)
-    if body == "eager":  # Inductor fuses elementwise ops and plans its buffers itself
-        simplify(graph)
+    if body == "eager":  # Inductor plans its buffers itself
         reuse(graph)
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
         node._rename(name)
