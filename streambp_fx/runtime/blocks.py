@@ -102,51 +102,62 @@ def counted(
     inner: int,
     samples: tuple[Place, int] | None,
     extents: Sequence[Extent],
-) -> list[list[bool]]:
-    """For each chunk and each sample whether a row of it has a part in the loss: has a coefficient.
+) -> tuple[list[list[bool]], list[int]]:
+    """Which rows have a part in the loss: have a coefficient.
 
     Args:
         coefficients: of the rows of the loss, in their own shape.
         dim: that of the rows, `inner` entries each.
         samples: where the samples are in it, and the entries of one; None: all are taken for one.
-        extents: the chunks.
+        extents: the chunks; at least one.
+
+    Returns:
+        For each chunk and each sample whether it has such a row; and for each sample how many rows there are
+        up to the last one.
     """
-    if not extents:
-        return []
-    total = extents[0].total
-    starts = torch.tensor([e.start for e in extents], device=coefficients.device)
-    positions = torch.arange(coefficients.shape[dim], device=coefficients.device) // inner % total
-    chunks = torch.bucketize(positions, starts, right=True) - 1
-    keys = _along(chunks, dim, coefficients)
-    batch = 1
+    device, total = coefficients.device, extents[0].total
+    starts = torch.tensor([e.start for e in extents], device=device)
+    rows = torch.arange(coefficients.shape[dim], device=device) // inner % total
+    chunks = _along(torch.bucketize(rows, starts, right=True) - 1, dim, coefficients)
+    rows, own, batch = _along(rows, dim, coefficients), torch.zeros_like(chunks), 1
     if samples is not None:
         place, each = samples
         batch = coefficients.shape[place.dim] // each
-        own = torch.arange(coefficients.shape[place.dim], device=coefficients.device) // each
-        keys = keys + _along(own, place.dim, coefficients) * len(extents)
-    flags = torch.zeros(batch * len(extents), device=coefficients.device)
-    counts = (coefficients != 0).float().flatten()
-    flags.scatter_reduce_(0, keys.expand(coefficients.shape).flatten(), counts, "amax")
-    return (flags.view(batch, len(extents)).t() > 0).tolist()
+        own = torch.arange(coefficients.shape[place.dim], device=device) // each
+        own = _along(own, place.dim, coefficients)
+    counts = coefficients != 0
+    flags = _most(batch * len(extents), own * len(extents) + chunks, counts.long())
+    lengths = _most(batch, own, (rows + 1) * counts)
+    found = torch.cat([flags, lengths]).tolist()  # one synchronisation
+    by_sample = [found[k * len(extents) : (k + 1) * len(extents)] for k in range(batch)]
+    return [[flag > 0 for flag in own] for own in zip(*by_sample, strict=True)], found[-batch:]
+
+
+def _most(count: int, keys: Tensor, values: Tensor) -> Tensor:
+    """The greatest of the values with each key; 0 without any."""
+    found = torch.zeros(count, dtype=torch.int64, device=values.device)
+    return found.scatter_reduce_(0, keys.expand(values.shape).flatten(), values.flatten(), "amax")
 
 
 def needed(
-    flags: Sequence[Sequence[bool]], extents: Sequence[Extent], removed: int
+    flags: Sequence[Sequence[bool]], lengths: Sequence[int], extents: Sequence[Extent], removed: int
 ) -> tuple[int, ...] | None:
-    """For each sample how many of its rows the loss reads; None if it reads all.
+    """For each sample how many of its rows are run; None if all are.
+
+    Those that the chunks of the loss head read, and in any case one more than have a part in the loss: that
+    of the last token, which has no label, but logits that somebody may use.
 
     Args:
         flags: for each chunk of the loss head and each sample whether it has a part in the loss.
+        lengths: of each sample, up to the last row that has a part in the loss.
         extents: those chunks.
         removed: rows that the head has less than the sequence, at either end.
     """
-    if not extents:
-        return None
-    ends = [0] * len(flags[0])
+    ends = [n + 1 if n else 0 for n in lengths]
     for extent, own in zip(extents, flags, strict=True):
-        stop = extent.start + extent.rows + removed
-        ends = [stop if flag else end for flag, end in zip(own, ends, strict=True)]
-    return None if all(end >= extents[-1].total for end in ends) else tuple(ends)
+        stop = extent.start + extent.rows
+        ends = [max(end, stop) if flag else end for flag, end in zip(own, ends, strict=True)]
+    return None if all(end >= extents[-1].total for end in ends) else tuple(end + removed for end in ends)
 
 
 def _along(values: Tensor, dim: int, like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Sweep:
         coefficients: of the loss, in the rows: its derivative, the same wherever it is taken.
         counted: for each chunk, the samples (all as one, where they are not known to be independent) of which
             a row has a part in the loss; None if all are run.
+        lengths: with `counted`, the rows of each of these samples up to the last that has a part in the loss.
         last: streamed inputs that nobody reads after this; their gradient is written over them.
     """
 
@@ -34,6 +35,7 @@ class Sweep:
     position: int
     coefficients: Tensor
     counted: list[list[bool]] | None
+    lengths: list[int] | None
     last: frozenset[Node]
 
     def blocks(self, extents: list[Extent], runs_if: bool = True) -> list[Block]:
@@ -64,8 +66,8 @@ def sweep_of(
     node = runner.segment.outputs[0]
     rows = runner.allocate(node, step, like, zero=True)
     coefficients, alone = _coefficients(epilogue, rows, position)
-    flags = runner.counted(coefficients, step) if alone else None
-    return Sweep(epilogue, position, coefficients, flags, last)
+    flags, lengths = (runner.counted(coefficients, step) if alone else None) or (None, None)
+    return Sweep(epilogue, position, coefficients, flags, lengths, last)
 
 
 class OneSweepHead(torch.autograd.Function):

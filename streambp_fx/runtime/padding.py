@@ -72,12 +72,12 @@ class Padding:
     def leave_out(self, step: Step, sweep: Sweep) -> None:
         """Tell the step how far each sample has to be run."""
         head, runner = self.runners[-1]
-        if sweep.counted is None or any(
-            isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners
-        ):
+        if sweep.counted is None or sweep.lengths is None or self.runs_to_the_end is not None:
             return
-        ends = needed(sweep.counted, runner.extents(step), head.removed)
-        if ends is not None and self.runs_to_the_end is None:
+        if any(isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners):
+            return
+        ends = needed(sweep.counted, sweep.lengths, runner.extents(step), head.removed)
+        if ends is not None:
             step.needed = (max(ends),) if self.samples_together else ends
 
     def completion(self, part: Subgraph, inputs: Sequence[Any], step: Step) -> Anew | None:
