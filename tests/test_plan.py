@@ -146,6 +146,7 @@ def test_bad_input(
     assert "Traceback" not in captured.err and len(captured.err) < 2000
 
 
+@pytest.mark.slow
 def test_published_lengths_beside_a_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,7 +36,7 @@ FLOAT32_ONLY = ("xglm",)
 FIRST = [(family, impls(family)[0]) for family in FAMILIES]
 SECOND = [(family, impl) for family in FAMILIES for impl in impls(family)[1:]]
 MOST = ("T=67, a ragged last chunk", "T=4*chunk+1, a tail of one row", "T=hidden size", "left padding")
-MOST += ("right padding of more than a chunk",)
+MOST += ("right padding",)  # of more than a chunk: test_ragged.py, and all families in test-all
 SOME = [("llama", "eager")]
 
 
