@@ -227,9 +227,11 @@ def _differentiates(module: GraphModule) -> bool:
 
 def _warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> None:
     """A warning if a graph that reads along something has none of the inputs that `seq_dim` names."""
+    if not seq_dim:
+        return
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     own = [n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor)]
-    if not seq_dim or not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
+    if not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
         return
     names = [source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter)]
     _warn(

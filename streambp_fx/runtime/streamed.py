@@ -129,11 +129,13 @@ class SegmentRunner:
 
     def part_of(self, node: Node, value: Tensor, part: Part | None, step: Step) -> Tensor:
         """Some samples of a value, as a view."""
-        assert isinstance(self.samples, Samples) or part is None
-        place = self.samples.places.get(node) if isinstance(self.samples, Samples) and part else None
-        if place is None or part is None:
+        if part is None:
             return value
-        return place.narrow(value, part.first, part.count, step.resolve(place.inner))
+        assert isinstance(self.samples, Samples)
+        place = self.samples.places.get(node)
+        return (
+            value if place is None else place.narrow(value, part.first, part.count, step.resolve(place.inner))
+        )
 
     def _parts_of(self, given: Values, part: Part | None, step: Step) -> Values:
         if part is None:
