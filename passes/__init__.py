@@ -15,6 +15,7 @@
     vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
     batch        are the samples of a batch independent: may some of them be run without the others
     policy       what is kept for the backward besides a segment's inputs, and where it lies
+    simplify     the same values in fewer passes over memory (eager kernels only)
     reuse        ops write over operands that nobody reads any more (eager kernels only)
     lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from .capture import source_line
 from .custom_gradient import CustomFunction
 from .ir import Axis, Facts, Kind, Layout, NotSeparable, Role, Segment, operands, shape_of, tensors_of
-from .rules import RULES, RuleContext, forbid, merge_axis
+from .rules import RULES, RuleContext, forbid, merge_aligned
 from .rules.contractions import sdpa_arguments
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
         wanted = [*segment.rows, *segment.constants, *segment.whole, *states, *segment.outputs]
         if any(asked.layouts[n] != _seeded(asked, n) for n in segment.outputs):
             return "what comes out of it does not hold the samples as what goes into the next segment does"
-        return Samples(size, {n: p for n in wanted if (p := _place(asked.layouts[n])) is not None})
+        return Samples(size, {n: p for n in wanted if (p := _place(asked.layouts.get(n))) is not None})
     except NotSeparable as refusal:
         return str(refusal)
 
@@ -201,15 +201,13 @@ def _repeated(context: RuleContext, node: Node) -> Layout:
 
 def _attention(context: RuleContext, node: Node) -> Layout:
     """Each sample attends to itself."""
-    call, rank = sdpa_arguments(node), context.rank(node)
-    result: list[Axis | None] = [None] * rank
+    call = sdpa_arguments(node)
+    result: list[Axis | None] = [None] * context.rank(node)
     for name in ("query", "key", "value", "attn_mask"):
         operand = call[name]
         if not isinstance(operand, Node):
             continue
-        layout, sizes = context.layout(operand), shape_of(operand)
+        layout = context.layout(operand)
         forbid(layout, [len(layout) - 2, len(layout) - 1], "an attention along")
-        for offset, axis in enumerate(reversed(layout)):
-            if axis is not None and sizes[len(sizes) - 1 - offset] != 1:
-                result[rank - 1 - offset] = merge_axis(result[rank - 1 - offset], axis)
+        merge_aligned(result, layout, shape_of(operand))
     return tuple(result)

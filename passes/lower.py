@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .normalize import is_impure
 from .reuse import reuse
+from .simplify import simplify
 
 aten = torch.ops.aten
 
@@ -53,7 +54,8 @@ def lower(
     if accumulators:
         _accumulate(graph, accumulators)
     graph.eliminate_dead_code(is_impure_node=is_impure)
-    if body == "eager":  # Inductor plans its buffers itself
+    if body == "eager":  # Inductor fuses elementwise ops and plans its buffers itself
+        simplify(graph)
         reuse(graph)
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
         node._rename(name)

@@ -16,8 +16,8 @@ from .ir import expression, tensors_of
 
 aten = torch.ops.aten
 COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
-# In-place overloads whose names cannot be derived.
-NAMED = {aten.pow.Tensor_Scalar: aten.pow_.Scalar}
+# In-place overloads whose names cannot be derived, and that of a sum with a product.
+NAMED = {aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.addmm.default: aten.addmm_.default}
 
 
 def reuse(graph: Graph) -> None:
@@ -93,16 +93,16 @@ def _shares(node: Node) -> bool:
 
 
 def _in_place(node: Node) -> torch._ops.OpOverload | None:
-    """The in-place form of an elementwise op, if it has one."""
+    """The in-place form of an elementwise op, or of a sum with a product, if it has one."""
     op = node.target
+    if op in NAMED:
+        return NAMED[op]
     if (
         not isinstance(op, torch._ops.OpOverload)
         or torch.Tag.pointwise not in op.tags
         or op._schema.is_mutable
     ):
         return None
-    if op in NAMED:
-        return NAMED[op]
     packet = getattr(aten, op._schema.name.split("::")[1] + "_", None)
     return getattr(packet, op._overloadname, None) if op.namespace == "aten" and packet is not None else None
 

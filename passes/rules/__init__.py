@@ -7,9 +7,10 @@ of the result are made of rows of the operands. An op without a rule is not sepa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 from torch.fx import Node
 
 from ..ir import Axis, Facts, Kind, Layout, Mixing, NotSeparable, Role
@@ -77,6 +78,14 @@ def merge_axis(first: Axis | None, second: Axis | None) -> Axis | None:
     if first is not None and second is not None and first != second:
         raise NotSeparable(f"aligned dims carry different sequence axes ({first} and {second})")
     return first if first is not None else second
+
+
+def merge_aligned(result: list[Axis | None], layout: Layout, shape: Sequence[sympy.Expr]) -> None:
+    """Merge the axes of an operand into those of a broadcast, from the right; a dim of size 1 has none."""
+    for offset in range(1, len(layout) + 1):
+        axis = layout[-offset]
+        if axis is not None and shape[-offset] != 1:
+            result[-offset] = merge_axis(result[-offset], axis)
 
 
 from . import contractions, indexing, pointwise, reductions, shapes  # noqa: E402,F401

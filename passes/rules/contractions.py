@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import COLUMN, Axis, Kind, Layout, Mixing, NotSeparable, Reach, Role
-from . import RuleContext, forbid, merge_axis, rule
+from ..ir import COLUMN, Axis, Kind, Layout, Mixing, NotSeparable, Reach, Role, shape_of
+from . import RuleContext, forbid, merge_aligned, rule
 
 aten = torch.ops.aten
 
@@ -84,13 +84,9 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
 
 
 def _batch(ctx: RuleContext, node: Node, left: Node, right: Node, a: Layout, b: Layout) -> list[Axis | None]:
-    rank = ctx.rank(node)
-    result: list[Axis | None] = [None] * (rank - 2)
+    result: list[Axis | None] = [None] * (ctx.rank(node) - 2)
     for operand, layout in ((left, a), (right, b)):
-        shape = operand.meta["val"].shape
-        for offset, axis in enumerate(reversed(layout[:-2])):
-            if axis is not None and shape[len(layout) - 3 - offset] != 1:
-                result[rank - 3 - offset] = merge_axis(result[rank - 3 - offset], axis)
+        merge_aligned(result, layout[:-2], shape_of(operand)[:-2])
     return result
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Kind, Layout, NotSeparable
-from . import RuleContext, forbid, merge_axis, normalize_dim, rule
+from ..ir import Kind, Layout, NotSeparable, shape_of
+from . import RuleContext, forbid, merge_aligned, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten
 
@@ -58,13 +58,9 @@ def index(ctx: RuleContext, node: Node) -> Layout:
         raise NotSeparable("an index of sequence by sequence")
     if used != list(range(used[0], used[0] + len(used))):
         raise NotSeparable("an index on dims that are not next to each other")
-    rank = max(i.meta["val"].dim() for i in tables)
-    looked_up: list = [None] * rank
+    looked_up: list = [None] * max(i.meta["val"].dim() for i in tables)
     for table in tables:
-        shape = table.meta["val"].shape
-        for offset, axis in enumerate(reversed(ctx.layout(table))):
-            if axis is not None and shape[len(shape) - 1 - offset] != 1:
-                looked_up[rank - 1 - offset] = merge_axis(looked_up[rank - 1 - offset], axis)
+        merge_aligned(looked_up, ctx.layout(table), shape_of(table))
     if any(a is not None for a in looked_up) and any(a is not None for a in layout):
         raise NotSeparable("an index by rows into a value that has rows")
     return (*layout[: used[0]], *looked_up, *layout[used[-1] + 1 :])

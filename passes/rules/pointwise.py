@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Axis, Kind, Layout, NotSeparable, shape_of
-from . import RuleContext, merge_axis, rule
+from . import RuleContext, merge_aligned, rule
 
 aten = torch.ops.aten
 
@@ -30,11 +30,7 @@ def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
             unproved.append(operand)
             continue
         known_any = True
-        shape = shape_of(operand)
-        for offset, axis in enumerate(reversed(layout)):
-            dim = rank - 1 - offset
-            if axis is not None and shape[len(shape) - 1 - offset] != 1:
-                result[dim] = merge_axis(result[dim], axis)
+        merge_aligned(result, layout, shape_of(operand))
     for operand in unproved:
         _check_covered(ctx, operand, result, rank)
     if not known_any and unproved:

@@ -1,0 +1,389 @@
+"""simplify: the values of a traced program in fewer passes over memory, by algebra on its graph.
+
+Where products are thin (low-rank adapters), an elementwise op on all rows of a chunk takes as long as one of
+them. So sums and scalars go into the products next to them, and scalars to the narrowest value they may be
+applied to.
+
+NOTE [what a rewrite keeps]
+- the value, up to the order in which it is rounded; in half precision nothing is rounded more often;
+- its shape, strides and dtype, so that what reads it means what it meant: checked for every replacement;
+- what is read from memory that some op of the program changes in place: no such read is moved;
+- the peak: an operand is kept for longer only if it is smaller than what is not made any more;
+- what a program of double precision computes in less: there a new order of rounding is all the error there is
+  (5e-8 of a gradient, where the rest agrees to 1e-15), and who computes in double precision wants it gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, Node
+
+from .cost import changes_in_place, storage_of
+from .ir import expression, shape_of, tensors_of
+from .normalize import is_impure
+
+aten = torch.ops.aten
+VIEWS = {aten.view.default, aten._unsafe_view.default}  # keep the order of the elements
+MULTIPLES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
+# Products by the arguments that are their factors.
+FACTORS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.addmm_.default: (1, 2)}
+FULL_PRECISION = {torch.float32, torch.float64}
+END = 2**63 - 1
+
+
+class Program:
+    """A graph, the last op that changes each storage in place, and whether it has values in float64."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.is_double = any(v.dtype == torch.float64 for n in graph.nodes for v in tensors_of(n))
+        self.changes: dict[int, Node] = {}
+        for node in graph.nodes:
+            if changes_in_place(node):
+                self.changes.update(dict.fromkeys(_storages(node, node.args[0]), node))
+
+    def stays(self, since: Node, *nodes: Node) -> bool:
+        """True if values may be read at any time from `since` on: nothing changes them there any more."""
+        found = (self.changes.get(key) for key in _storages(*nodes))
+        return all(n is None or n < since for n in found)
+
+    def insert(self, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node, with its fake value; the source line and the origin are those of `like`."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
+        _evaluate(node)
+        return node
+
+    def replace(self, node: Node, new: Node) -> bool:
+        """Use `new` for `node`, unless the two differ in form."""
+        same = _form(new) == _form(node)
+        if same:
+            node.replace_all_uses_with(new)
+        self.drop(node if same else new)
+        return same
+
+    def drop(self, node: Node) -> None:
+        """Erase a node that nobody reads, and what was made for it alone."""
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            if not node.users and not node._erased and not is_impure(node):
+                pending.extend(node.all_input_nodes)
+                self.graph.erase_node(node)
+
+
+Rule = Callable[[Program, Node], "Node | None"]
+RULES: dict[Any, list[Rule]] = {}
+
+
+def rule(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register a rewrite: it returns the node to use instead, or None to leave the node alone."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            RULES.setdefault(op, []).append(function)
+        return function
+
+    return register
+
+
+def simplify(graph: Graph) -> None:
+    """Rewrite a traced program in place, until no rule applies."""
+    program = Program(graph)
+    pending = True
+    while pending:
+        pending = False
+        for node in list(graph.nodes):
+            current: Node | None = node
+            while current := _rewritten(program, current):
+                pending = True
+    _renew_views(graph)
+
+
+def _rewritten(program: Program, node: Node) -> Node | None:
+    """What a rule put in the place of a node; None if there is no rule for it."""
+    if node._erased or node.target not in RULES or not node.users or not program.stays(node, node):
+        return None
+    if program.is_double and _dtype(node) != torch.float64:
+        return None
+    for function in RULES[node.target]:
+        new = function(program, node)
+        if new is not None and program.replace(node, new):
+            return new
+    return None
+
+
+# ---- sums
+
+
+@rule(aten.add.Tensor)
+def sum_with_product(program: Program, node: Node) -> Node | None:
+    """`x + s * (a @ b)` -> `addmm(x, a, b, alpha=s)`, also where the product is seen through views.
+
+    It takes the place of the product, or, where x is made later, that of x.
+    """
+    if node.kwargs or not _is_plain(node):
+        return None
+    left, right = node.args
+    found = [(p, x) for x, p in ((left, right), (right, left)) if _summand(p) is not None]
+    for operand, other in sorted(found, key=lambda pair: _inner(_summand(pair[0])[0])):  # type: ignore[index]
+        product, factor = _summand(operand)  # type: ignore[misc]
+        base = _matrix_of(other, product)
+        if base is None or not program.stays(min(base, product), base, *product.args):
+            continue
+        if base < product:
+            place = product
+        elif _may_wait(product):
+            place = base.next
+        else:
+            continue
+        scale = {} if factor == 1 else {"alpha": factor}
+        result = program.insert(place, node, aten.addmm.default, base, *product.args, **scale)
+        if base is not other:
+            result = program.insert(node, node, aten.view.default, result, other.args[1])
+        return result
+    return None
+
+
+def _summand(node: Node) -> tuple[Node, float] | None:
+    """The product that an operand of a sum is, and its factor, if nobody else reads it."""
+    factor = 1.0
+    while len(node.users) == 1 and (node.target in VIEWS or _multiple(node) is not None):
+        factor *= _multiple(node) or 1.0
+        node = node.args[0]  # type: ignore[assignment]
+    return (node, factor) if node.target is aten.mm.default and len(node.users) == 1 else None
+
+
+def _matrix_of(node: Node, product: Node) -> Node | None:
+    """The matrix of a product's form that a value is a view of."""
+    while node.target in VIEWS and shape_of(node) != shape_of(product):
+        node = node.args[0]  # type: ignore[assignment]
+    return node if _form(node) == _form(product) else None
+
+
+def _inner(product: Node) -> float:
+    """Length of the sums of a product; infinite if it is not a number."""
+    size = shape_of(product.args[0])[1]
+    return float(size) if size.is_Integer else float("inf")
+
+
+def _may_wait(product: Node) -> bool:
+    """True if the factors of a product may be kept for longer: a thin one and one that came from outside."""
+    thin, given = product.args
+    while given.target in (*VIEWS, aten.t.default):
+        given = given.args[0]
+    return given.op == "placeholder" and _is_smaller(thin, product)
+
+
+@rule(aten.add.Tensor)
+def sum_with_elementwise_product(program: Program, node: Node) -> Node | None:
+    """`x + a * b` -> `addcmul(x, a, b)` in the place of the elementwise product."""
+    if node.kwargs or not _is_plain(node) or _dtype(node) not in FULL_PRECISION:
+        return None
+    for other, product in (node.args, node.args[::-1]):
+        factors = product.args
+        wide = product.target is aten.mul.Tensor and all(isinstance(n, Node) for n in factors)
+        if not wide or product.kwargs or len(product.users) != 1 or product < other:
+            continue
+        if program.stays(product, other) and all(_form(n)[-2:] == _form(node)[-2:] for n in factors):
+            return program.insert(product, node, aten.addcmul.default, other, *factors)
+    return None
+
+
+@rule(aten.add.Tensor)
+def sum_of_slices(program: Program, node: Node) -> Node | None:
+    """Gradients of the two parts of a tensor, each with zeros for the other: the parts, joined."""
+    if node.kwargs or not _is_plain(node):
+        return None
+    parts = sorted((_part(n) for n in node.args if _part(n) is not None), key=lambda p: p[1:3])
+    if len(parts) != 2:
+        return None
+    (first, start, middle, size, dim), (second, again, end, _, other) = parts
+    if dim != other or start != 0 or middle != again or end != size:
+        return None
+    if not program.stays(min(node.args), first, second):
+        return None
+    return program.insert(node, node, aten.cat.default, [first, second], dim)
+
+
+def _part(node: Node) -> Any:
+    """`(gradient, start, end, size, dim)` of a slice that zeros are put around, for this one reader."""
+    if node.target is not aten.slice_backward.default or len(node.users) != 1:
+        return None
+    gradient, sizes, dim, start, end, step = node.args
+    size = sizes[dim]
+    if step != 1 or not all(isinstance(n, int) for n in (size, start, end)):
+        return None
+    return gradient, start, min(end, size), size, dim % len(sizes)
+
+
+def _is_plain(node: Node) -> bool:
+    """True if an op of two operands reads two different values of its own shape and dtype."""
+    first, second = node.args
+    if not isinstance(first, Node) or not isinstance(second, Node) or first is second:
+        return False
+    if any(len(tensors_of(n)) != 1 or _dtype(n) != _dtype(node) for n in (first, second)):
+        return False
+    return shape_of(first) == shape_of(second) == shape_of(node)
+
+
+# ---- scalars
+
+
+def _multiple(node: Node) -> float | None:
+    """The number by which an op multiplies its first operand, if that is what it does."""
+    if node.target not in MULTIPLES or node.kwargs or not isinstance(node.args[0], Node):
+        return None
+    if _dtype(node) != _dtype(node.args[0]) or not _dtype(node).is_floating_point:
+        return None
+    if node.target is aten.neg.default:
+        return -1.0
+    number = node.args[1]
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return None
+    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    return float(number) if not divides else 1 / number if number else None
+
+
+@rule(aten.pow.Tensor_Scalar, *MULTIPLES)
+def by_one(program: Program, node: Node) -> Node | None:
+    """`x ** 1` and `x * 1` are x. What is returned stays a value of its own."""
+    exponent = node.args[1] if node.target is aten.pow.Tensor_Scalar else _multiple(node)
+    own = _is_returned(node) or not program.stays(node, node.args[0])
+    return node.args[0] if exponent == 1 and not own else None
+
+
+@rule(*MULTIPLES)
+def scalar_into_products(program: Program, node: Node) -> Node | None:
+    """`(g * s) @ w` -> `(g @ w) * s` where that is narrower, and `addmm(x, g * s, h)` with `alpha`.
+
+    Only if nobody but products reads the multiple. In half precision only if the scalar is gone then.
+    """
+    factor, source = _multiple(node), node.args[0]
+    if factor is None or _form(source) != _form(node) or not program.stays(node, source):
+        return None
+    readers = list(_readers(node))
+    for reader, operand in readers:
+        others = [a for k, a in enumerate(reader.args) if k not in FACTORS.get(reader.target, ())]
+        if reader.target not in FACTORS or operand in others:
+            return None
+        scaled = reader.target is aten.mm.default
+        if scaled and not (_is_smaller(reader, source) and _dtype(node) in FULL_PRECISION):
+            return None
+        if scaled and not program.stays(reader, reader):
+            return None
+    for reader, operand in readers:
+        power = factor ** sum(reader.args[k] is operand for k in FACTORS[reader.target])
+        if reader.target is aten.mm.default:
+            multiple = program.insert(reader.next, node, aten.mul.Tensor, reader, power)
+            reader.replace_all_uses_with(multiple, delete_user_cb=lambda user, own=multiple: user is not own)
+        else:
+            reader.kwargs = {**reader.kwargs, "alpha": reader.kwargs.get("alpha", 1) * power}
+    return source
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Those who read a value or a view of it, each with what it reads."""
+    for user in node.users:
+        if user.target in VIEWS or user.target is aten.t.default:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+@rule(aten.mul.Tensor)
+def scalar_before_expand(program: Program, node: Node) -> Node | None:
+    """`x * (expand(v) * s)` -> `x * expand(v * s)`: the same bits."""
+    if node.kwargs or not _is_plain(node):
+        return None
+    for wide, multiple in (node.args, node.args[::-1]):
+        if _multiple(multiple) is None or len(multiple.users) != 1:
+            continue
+        spread = multiple.args[0]
+        if spread.target is aten.expand.default and program.stays(multiple, spread):
+            narrow = program.insert(node, node, multiple.target, spread.args[0], *multiple.args[1:])
+            spread = program.insert(node, node, aten.expand.default, narrow, spread.args[1])
+            return program.insert(node, node, aten.mul.Tensor, wide, spread)
+    return None
+
+
+@rule(aten.mul.Tensor)
+def scalar_to_expanded_factor(program: Program, node: Node) -> Node | None:
+    """`(x * s) * expand(v)` -> `x * expand(v * s)`."""
+    if node.kwargs or not _is_plain(node) or _dtype(node) not in FULL_PRECISION:
+        return None
+    for multiple, spread in (node.args, node.args[::-1]):
+        factor = _multiple(multiple)
+        if factor is None or len(multiple.users) != 1 or spread.target is not aten.expand.default:
+            continue
+        if program.stays(multiple, multiple.args[0]):
+            narrow = program.insert(node, node, aten.mul.Tensor, spread.args[0], factor)
+            spread = program.insert(node, node, aten.expand.default, narrow, spread.args[1])
+            return program.insert(node, node, aten.mul.Tensor, multiple.args[0], spread)
+    return None
+
+
+# ---- views
+
+
+@rule(aten.t.default, *VIEWS)
+def there_and_back(program: Program, node: Node) -> Node | None:
+    """A view of a view that undoes it is the value. What is returned stays a value of its own."""
+    seen = node.args[0]
+    both = (seen.target in VIEWS and node.target in VIEWS) or seen.target is node.target is aten.t.default
+    return seen.args[0] if both and _form(seen.args[0]) == _form(node) and not _is_returned(node) else None
+
+
+# ---- values
+
+
+def _storages(*nodes: Node) -> set[int]:
+    return {storage_of(v) for n in nodes for v in tensors_of(n)}
+
+
+def _dtype(node: Node) -> torch.dtype:
+    return tensors_of(node)[0].dtype
+
+
+def _form(node: Node) -> tuple:
+    """Shape, strides, dtype and device of a value; steps along a dim of one element mean nothing."""
+    value = tensors_of(node)[0]
+    sizes = tuple(expression(s) for s in value.shape)
+    strides = (expression(s) if n != 1 else 0 for n, s in zip(sizes, value.stride(), strict=True))
+    return (sizes, *strides, value.dtype, value.device)
+
+
+def _is_smaller(first: Node, second: Node) -> bool:
+    """True if a value has fewer elements than another, whatever the sizes are."""
+    more = sympy.expand(sympy.Mul(*shape_of(second)) - sympy.Mul(*shape_of(first)))
+    return bool(more.is_positive)
+
+
+def _is_returned(node: Node) -> bool:
+    """True if the program returns a value or a view of it."""
+    return any(n.op == "output" or (_is_view(n) and _is_returned(n)) for n in node.users)
+
+
+def _is_view(node: Node) -> bool:
+    return node.target in VIEWS or getattr(node.target, "is_view", False)
+
+
+def _evaluate(node: Node) -> None:
+    """Give a node its fake value."""
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    mode = next(v.fake_mode for n in node.all_input_nodes for v in tensors_of(n))  # type: ignore[attr-defined]
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _renew_views(graph: Graph) -> None:
+    """Views of values that have taken other places lie in their storages: `reuse` and the cost go by that."""
+    for node in graph.nodes:
+        if _is_view(node) and _storages(node) != _storages(node.args[0]):
+            _evaluate(node)
