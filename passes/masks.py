@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import mask_views  # noqa: F401  (registers its rules)
-from .mask_data import data_holds, first_column_open
+from .mask_data import data_condition, data_holds, first_column_condition, first_column_open
 from .mask_elements import (
     BATCH,
     COL,
@@ -51,7 +51,9 @@ __all__ = [
     "MaskNotUnderstood",
     "analyze",
     "can_materialize",
+    "data_condition",
     "data_holds",
+    "first_column_condition",
     "first_column_open",
     "materialize",
 ]

@@ -118,7 +118,8 @@ class SegmentCode:
     def step(self, plain: frozenset[Node], full: bool) -> Step:
         every = frozenset(self.masks() if full else ())
         chunks = self.context.rows, self.context.loss_rows
-        return Step(self.context.values, self.context.tokens, plain, every, 2**40, OwnedBuffers(), *chunks)
+        sizes, tokens = self.context.values, self.context.tokens
+        return Step(sizes, tokens, 2**40, OwnedBuffers(), *chunks, plain=plain, full=every)
 
     def extents(self, kind: str, step: Step) -> list[Extent]:
         extents = self.runner.extents(step)

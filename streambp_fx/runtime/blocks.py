@@ -61,6 +61,8 @@ class Step:
     """What one call of the model fixes for all its segments.
 
     Attributes:
+        plain: masks that hide nothing but later rows.
+        full: masks under which some row may attend to all columns.
         needed: for each sample, how many of its rows have a part in the loss, or come before one that has;
             None if all are run. See NOTE [samples that have ended].
         batch: the symbol of the batch size, if it is one.
@@ -68,13 +70,13 @@ class Step:
 
     sizes: dict[sympy.Symbol, int]
     total: int
-    plain: frozenset[Node]
-    full: frozenset[Node]
     seed: int
     owned: OwnedBuffers
     chunk: int  # rows of a chunk where there is attention or the like
     loss_chunk: int  # rows of a chunk elsewhere
     training: bool = True
+    plain: frozenset[Node] = frozenset()
+    full: frozenset[Node] = frozenset()
     needed: tuple[int, ...] | None = None
     batch: sympy.Symbol | None = None
 
@@ -96,24 +98,20 @@ class Step:
         return int(size) if size.is_Integer else int(size.subs(self.sizes))
 
 
-def counted(
+def counts(
     coefficients: Tensor,
     dim: int,
     inner: int,
     samples: tuple[Place, int] | None,
     extents: Sequence[Extent],
-) -> tuple[list[list[bool]], list[int]]:
-    """Which rows have a part in the loss: have a coefficient.
+) -> Tensor:
+    """Which rows have a part in the loss: have a coefficient. A tensor of integers, for `read_counts`.
 
     Args:
         coefficients: of the rows of the loss, in their own shape.
         dim: that of the rows, `inner` entries each.
         samples: where the samples are in it, and the entries of one; None: all are taken for one.
         extents: the chunks; at least one.
-
-    Returns:
-        For each chunk and each sample whether it has such a row; and for each sample how many rows there are
-        up to the last one.
     """
     device, total = coefficients.device, extents[0].total
     starts = torch.tensor([e.start for e in extents], device=device)
@@ -125,11 +123,20 @@ def counted(
         batch = coefficients.shape[place.dim] // each
         own = torch.arange(coefficients.shape[place.dim], device=device) // each
         own = _along(own, place.dim, coefficients)
-    counts = coefficients != 0
-    flags = _most(batch * len(extents), own * len(extents) + chunks, counts.long())
-    lengths = _most(batch, own, (rows + 1) * counts)
-    found = torch.cat([flags, lengths]).tolist()  # one synchronisation
-    by_sample = [found[k * len(extents) : (k + 1) * len(extents)] for k in range(batch)]
+    has_one = coefficients != 0
+    flags = _most(batch * len(extents), own * len(extents) + chunks, has_one.long())
+    return torch.cat([flags, _most(batch, own, (rows + 1) * has_one)])
+
+
+def read_counts(found: list[int], chunks: int) -> tuple[list[list[bool]], list[int]]:
+    """What `counts` has found, for so many chunks.
+
+    Returns:
+        For each chunk and each sample whether it has a row with a coefficient; and for each sample how many
+        rows there are up to the last one.
+    """
+    batch = len(found) // (chunks + 1)
+    by_sample = [found[k * chunks : (k + 1) * chunks] for k in range(batch)]
     return [[flag > 0 for flag in own] for own in zip(*by_sample, strict=True)], found[-batch:]
 
 

@@ -15,11 +15,10 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from ..options import Options
-from ..passes import masks
 from ..passes.batch import batch_size
 from ..passes.extract import Subgraph, is_random
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, Reach, Segment, evaluate_size, shape_of, tensors_of
+from ..passes.ir import Facts, Kind, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
@@ -30,6 +29,7 @@ from .head import OneSweepHead, Sweep, sweep_of
 from .lazy import LazyOutput
 from .offload import Store, store_for
 from .padding import Padding
+from .questions import MaskQuestions, Questions, masks_to_test
 from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
 from .streamed import SegmentRunner, StreamedSegment
 from .whole import WholeSegment
@@ -67,6 +67,7 @@ class Executor:
         self.runners = _runners(facts, options, self.programs)
         self.whole_forms: dict[int, Subgraph] = {}
         self.masks = masks_to_test(facts)
+        self.asked = MaskQuestions(facts, self.masks)
         wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
         known = streamed | _whole_inputs(facts)
         self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), known)
@@ -113,9 +114,14 @@ class Executor:
 
     def _step_of(self, inputs: tuple, rows: int | None) -> list[Any]:
         values, sizes = self.begin(inputs)
-        step = self._step(values, sizes, rows)
+        step, questions = self._step(sizes, rows), Questions()
         self._note(step)
-        sweep = self._sweep(values, sizes, step)
+        self.asked.ask(questions, lambda n: self.value(n, values, sizes))
+        sweep = self._sweep(values, sizes, step, questions)
+        step.plain, step.full = self.asked.plain(questions), self.asked.full(questions)
+        if sweep is not None:
+            sweep.learn(questions)
+            self.padding.leave_out(step, sweep)
         store = self._store(values)
         for group in self.groups:
             if sweep is not None and group[-1] is self.facts.segments[-1]:
@@ -190,23 +196,13 @@ class Executor:
         for node in [n for n in values if self.last_read.get(n) == segment.index]:
             del values[node]
 
-    def _step(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], rows: int | None) -> Step:
-        """Look at the data once: which masks are plain causal today, and which rows see nothing."""
-        plain, full = set(), set()
-        for mask, additive in self.masks.items():
-            known = mask_facts(self.facts, mask)
-            fetch = lambda n: self.value(n, values, sizes)  # noqa: E731
-            holds = masks.data_holds(known, fetch)
-            if holds and known.plain_without_data and not known.has_bias:
-                plain.add(mask)
-            if additive and not masks.first_column_open(known, fetch):
-                full.add(mask)
+    def _step(self, sizes: dict[sympy.Symbol, int], rows: int | None) -> Step:
+        """A step of which nothing is known but its sizes."""
         seed = int(torch.randint(0, 2**40, ())) if self.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
         chunks = rows or self.options.rows, self.options.loss_rows(self.sequences(sizes))
-        masks_found = frozenset(plain), frozenset(full)
-        return Step(sizes, total, *masks_found, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
+        return Step(sizes, total, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:
         """Where what is saved lies until the backward, if not where it is."""
@@ -275,8 +271,10 @@ class Executor:
             self.whole_forms[segment.index] = _whole_form(self.facts, segment)
         return self.whole_forms[segment.index]
 
-    def _sweep(self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step) -> Sweep | None:
-        """The sweep over the loss head, if there is one only. It knows what the step need not run."""
+    def _sweep(
+        self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step, questions: Questions
+    ) -> Sweep | None:
+        """The sweep over the loss head, if there is one only. It asks what the step need not run."""
         if self.one_sweep is None or not step.training:
             return None
         segment, runner = self.facts.segments[-1], self.runners[-1]
@@ -287,9 +285,7 @@ class Executor:
             return self.tail.module(*(self.value(n, local, sizes) for n in self.tail.inputs))
 
         like = next(values[n] for n in (*segment.constants, *self.placeholders) if tensors_of(n))
-        sweep = sweep_of(runner, step, epilogue, self.one_sweep, self.overwritten, like)
-        self.padding.leave_out(step, sweep)
-        return sweep
+        return sweep_of(runner, step, epilogue, self.one_sweep, self.overwritten, like, questions)
 
     def _loss_in_one_sweep(self, values: dict[Any, Any], step: Step, sweep: Sweep) -> None:
         segment, runner = self.facts.segments[-1], self.runners[-1]
@@ -367,23 +363,6 @@ def _runners(facts: Facts, options: Options, shared: Programs) -> list[Any]:
             programs = shared[key] = SegmentPrograms(facts, segment, *key[1:])
         runners.append(SegmentRunner(facts, segment, programs))
     return runners
-
-
-def masks_to_test(facts: Facts) -> dict[Node, bool]:
-    """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
-
-    NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly
-    to the *whole* sequence, later rows included. Such a step is run with FULL reach.
-    """
-    found: dict[Node, bool] = {}
-    for segment in facts.segments:
-        for mixing in segment.mixings:
-            if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
-                continue
-            boolean = tensors_of(mixing.mask)[0].dtype == torch.bool
-            exact = boolean and mixing.node.target is aten.scaled_dot_product_attention.default
-            found[mixing.mask] = found.get(mixing.mask, False) or not exact
-    return found
 
 
 def _whole_inputs(facts: Facts) -> set[Node]:

@@ -12,9 +12,13 @@ from torch.fx import Node
 
 from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
-from .blocks import Block, Step, runs
+from .blocks import Block, Step, read_counts, runs
 from .common import refuse_double_backward
+from .questions import Questions
 from .streamed import SegmentRunner, Values
+
+#: What is asked of the rows of a loss.
+ROWS = "rows with a part in the loss"
 
 
 @dataclass
@@ -25,18 +29,26 @@ class Sweep:
         epilogue: what is made of the head's rows.
         position: of the loss among what the epilogue returns.
         coefficients: of the loss, in the rows: its derivative, the same wherever it is taken.
+        chunks: how many there are.
+        last: streamed inputs that nobody reads after this; their gradient is written over them.
         counted: for each chunk, the samples (all as one, where they are not known to be independent) of which
             a row has a part in the loss; None if all are run.
         lengths: with `counted`, the rows of each of these samples up to the last that has a part in the loss.
-        last: streamed inputs that nobody reads after this; their gradient is written over them.
     """
 
     epilogue: Callable[[Tensor], tuple]
     position: int
     coefficients: Tensor
-    counted: list[list[bool]] | None
-    lengths: list[int] | None
+    chunks: int
     last: frozenset[Node]
+    counted: list[list[bool]] | None = None
+    lengths: list[int] | None = None
+
+    def learn(self, questions: Questions) -> None:
+        """Take the answer to what `sweep_of` has asked."""
+        found = questions.answer(ROWS)
+        if found is not None:
+            self.counted, self.lengths = read_counts(found, self.chunks)
 
     def blocks(self, extents: list[Extent], runs_if: bool = True) -> list[Block]:
         """The blocks that are run, or those that are not."""
@@ -56,8 +68,9 @@ def sweep_of(
     position: int,
     last: frozenset[Node],
     like: Tensor,
+    questions: Questions,
 ) -> Sweep:
-    """Look at the coefficients once, before the step.
+    """Find the coefficients, before the step, and ask which rows have one.
 
     NOTE [rows without a part in the loss]: labels of a prompt or of padding are ignored, so their rows have
     the coefficient zero. A chunk of such rows is not run: what it adds to the loss and to the gradients is
@@ -66,8 +79,10 @@ def sweep_of(
     node = runner.segment.outputs[0]
     rows = runner.allocate(node, step, like, zero=True)
     coefficients, alone = _coefficients(epilogue, rows, position)
-    flags, lengths = (runner.counted(coefficients, step) if alone else None) or (None, None)
-    return Sweep(epilogue, position, coefficients, flags, lengths, last)
+    chunks = len(runner.extents(step))
+    if alone and chunks:
+        questions.ask(ROWS, runner.counts(coefficients, step))
+    return Sweep(epilogue, position, coefficients, chunks, last)
 
 
 class OneSweepHead(torch.autograd.Function):

@@ -20,7 +20,7 @@ from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dt
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
 from ..passes.vjp import SegmentPrograms
-from .blocks import Block, Part, Step, counted
+from .blocks import Block, Part, Step, counts
 from .common import compile_error, refuse_double_backward, split_rows
 
 
@@ -116,16 +116,13 @@ class SegmentRunner:
         """The chunks of this segment in a step, each with the samples that it is run for."""
         return [Block(e, part) for e in self.extents(step) for part in step.parts(e.start)]
 
-    def counted(self, coefficients: Tensor, step: Step) -> tuple[list[list[bool]], list[int]] | None:
-        """For each chunk of a loss head the samples that have a part in the loss; and how far they have."""
-        extents = self.extents(step)
-        if not extents:
-            return None
+    def counts(self, coefficients: Tensor, step: Step) -> Tensor:
+        """Which samples have a part in the loss in each chunk of a loss head, and how far, see `counts`."""
         node = self.segment.outputs[0]
         (dim, axis), samples = self.axis(node), self.samples
         place = samples.places.get(node) if isinstance(samples, Samples) else None
         own = (place, step.resolve(place.inner)) if place is not None else None
-        return counted(coefficients, dim, step.resolve(axis.inner), own, extents)
+        return counts(coefficients, dim, step.resolve(axis.inner), own, self.extents(step))
 
     def part_of(self, node: Node, value: Tensor, part: Part | None, step: Step) -> Tensor:
         """Some samples of a value, as a view."""

@@ -13,11 +13,13 @@ import torch
 from e2e_check import assert_close_grads, check_exact, grads, in_double, step, transform
 from e2e_models import CHUNK, FAMILIES, LOSS_CHUNK, VOCAB, build, sample
 from streambp_fx.passes.batch import Samples, batch, batch_size
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp_fx
 from streambp_fx.runtime.blocks import Part, runs
 from streambp_fx.runtime.streamed import SegmentRunner
 
+aten = torch.ops.aten
 LENGTH = 67
 
 
@@ -252,3 +254,38 @@ def test_the_proof_names_the_op() -> None:
     reasons = [f for f in found if isinstance(f, str)]
     assert any(isinstance(f, Samples) for f in found) or reasons
     assert any("flip" in r and "test_ragged.py" in r for r in reasons), reasons
+
+
+READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
+
+
+class HostReads(TorchDispatchMode):
+    """Ops that the host must wait for, if they run on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["long, short, shorter", "left", "full"])
+def test_a_step_waits_for_the_device_once(kind: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, rows that see nothing and rows without a part in the loss are read together.
+
+    With two masks, of which one has a window; the first step compiles, which may read what it likes.
+    """
+    model = transform(build("gemma3_text", attention))
+    inputs = {k: v for k, v in BATCHES[kind].items() if kind != "full" or k != "attention_mask"}
+    step(model, inputs)
+    reads = HostReads()
+    original = torch.Tensor.tolist
+    tolist = lambda value: (reads.found.append("tolist"), original(value))[1]  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    with reads:
+        step(model, inputs)
+    assert reads.found == ["tolist"]

@@ -1,0 +1,96 @@
+"""What the host asks the data before a step runs, and reads all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..passes import masks
+from ..passes.footprints import mask_facts
+from ..passes.ir import Facts, Reach, tensors_of
+
+aten = torch.ops.aten
+
+
+class Questions:
+    """Numbers that decide how a step is run.
+
+    NOTE [one synchronisation]: they come from tensors that may lie on a GPU, where each read waits for the
+    device. So they are collected, and the first answer reads all of them together.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, Tensor] = {}
+        self._answers: dict[Hashable, list[int]] = {}
+
+    def ask(self, key: Hashable, value: Tensor | bool) -> None:
+        """Ask for the numbers of a tensor of integers or bools, or for one that is known already."""
+        if isinstance(value, Tensor):
+            self._open[key] = value
+        else:
+            self._answers[key] = [int(value)]
+
+    def answer(self, key: Hashable) -> list[int] | None:
+        """The numbers, in the order in which they lie; None if nobody asked."""
+        if key in self._open:
+            self._read()
+        return self._answers.get(key)
+
+    def _read(self) -> None:
+        """Read what is open, in one go on each device."""
+        for device in {t.device for t in self._open.values()}:
+            own = {k: t for k, t in self._open.items() if t.device == device}
+            numbers = torch.cat([t.reshape(-1).to(torch.int64) for t in own.values()]).tolist()
+            for key, value in own.items():
+                self._answers[key] = numbers[: value.numel()]
+                del numbers[: value.numel()]
+        self._open.clear()
+
+
+class MaskQuestions:
+    """Which masks are plain causal in a step, and in which of them a row may see nothing.
+
+    Args:
+        facts: of the graph.
+        found: see `masks_to_test`.
+    """
+
+    def __init__(self, facts: Facts, found: dict[Node, bool]) -> None:
+        self.known = {mask: mask_facts(facts, mask) for mask in found}
+        self.additive = [mask for mask, additive in found.items() if additive]
+
+    def ask(self, questions: Questions, fetch: Callable[[Node], Tensor]) -> None:
+        """Ask it of this step's data; `fetch` gives the whole values that masks are made of."""
+        for mask, known in self.known.items():
+            if known.plain_without_data and not known.has_bias:
+                questions.ask(("plain", mask), masks.data_condition(known, fetch))
+        for mask in self.additive:
+            questions.ask(("open", mask), masks.first_column_condition(self.known[mask], fetch))
+
+    def plain(self, questions: Questions) -> frozenset[Node]:
+        """Masks that hide nothing but later rows."""
+        return frozenset(m for m in self.known if questions.answer(("plain", m)) == [1])
+
+    def full(self, questions: Questions) -> frozenset[Node]:
+        """Masks under which some row may attend to all columns, see NOTE [rows that see nothing]."""
+        return frozenset(m for m in self.additive if questions.answer(("open", m)) == [0])
+
+
+def masks_to_test(facts: Facts) -> dict[Node, bool]:
+    """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
+
+    NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly
+    to the *whole* sequence, later rows included. Such a step is run with FULL reach.
+    """
+    found: dict[Node, bool] = {}
+    for segment in facts.segments:
+        for mixing in segment.mixings:
+            if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
+                continue
+            boolean = tensors_of(mixing.mask)[0].dtype == torch.bool
+            exact = boolean and mixing.node.target is aten.scaled_dot_product_attention.default
+            found[mixing.mask] = found.get(mixing.mask, False) or not exact
+    return found
