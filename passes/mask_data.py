@@ -33,12 +33,21 @@ def data_holds(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> bo
     return bool(data_condition(facts, fetch))
 
 
-def data_condition(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> Truth:
-    """What `data_holds` asks, as a tensor that is not read yet, or a bool where no tensor is asked."""
+def data_condition(
+    facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor], rows: torch.Tensor | None = None
+) -> Truth:
+    """What `data_holds` asks, as a tensor that is not read yet, or a bool where no tensor is asked.
+
+    Args:
+        facts: the mask.
+        fetch: gives the tensor of a node of `facts.linear`.
+        rows: (B,) or (1,), int64: how many rows of each sample count. Elements of rows and columns behind
+            them are not asked about, where it is known which elements those read. None: all count.
+    """
     if not facts.understood:
         return False
     data = [c.predicate for c in facts.conjuncts if c.kind == "data"]
-    return _all(_holds(c, facts, fetch) for c in data)
+    return _all(_holds(c, facts, fetch, rows) for c in data)
 
 
 def first_column_open(facts: MaskFacts, fetch: Callable[[fx.Node], torch.Tensor]) -> bool:
@@ -86,14 +95,14 @@ def _any(values: Any) -> Truth:
     return result
 
 
-def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable) -> Truth:
+def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable, rows: torch.Tensor | None = None) -> Truth:
     """Whether `condition` is seen to hold for all indices."""
     if condition in (sympy.true, sympy.false):
         return condition is sympy.true
     if isinstance(condition, And):
-        return _all(_holds(c, facts, fetch) for c in condition.args)
+        return _all(_holds(c, facts, fetch, rows) for c in condition.args)
     if isinstance(condition, Or):
-        return _any([_holds(c, facts, fetch) for c in condition.args])
+        return _any([_holds(c, facts, fetch, rows) for c in condition.args])
     if not isinstance(condition, Relational):
         return False
     terms = difference(condition).as_coefficients_dict()
@@ -101,7 +110,7 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable) -> Truth:
     known = all(isinstance(f, AppliedUndef) and f.func.__name__ in facts.linear for f in terms)
     if not known or not all(c.is_Integer for c in (constant, *terms.values())):
         return False
-    values = [(int(c), _element(f, facts, fetch)) for f, c in terms.items()]
+    values = [(int(c), _element(f, facts, fetch, rows)) for f, c in terms.items()]
     if any(v.dtype.is_floating_point for _, v in values):
         return False
     if len(values) == 1:
@@ -113,7 +122,9 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable) -> Truth:
     return _compare(condition, low, high)
 
 
-def _element(applied: AppliedUndef, facts: MaskFacts, fetch: Callable) -> torch.Tensor:
+def _element(
+    applied: AppliedUndef, facts: MaskFacts, fetch: Callable, rows: torch.Tensor | None
+) -> torch.Tensor:
     """All that `applied` may read: (B, N), B = 1 where it does not depend on the batch entry b."""
     value = fetch(facts.linear[applied.func.__name__])
     if value.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32):
@@ -123,8 +134,19 @@ def _element(applied: AppliedUndef, facts: MaskFacts, fetch: Callable) -> torch.
             value = value.select(dim, int(applied.args[dim]))
     rest = [a for a in applied.args if not a.is_Integer]
     if rest.count(BATCH) == 1 and sum(a.has(BATCH) for a in rest) == 1:
-        return value.movedim(rest.index(BATCH), 0).reshape(value.shape[rest.index(BATCH)], -1)
-    return value.reshape(1, -1)
+        found = value.movedim(rest.index(BATCH), 0).reshape(value.shape[rest.index(BATCH)], -1)
+    else:
+        found = value.reshape(1, -1)
+    by_row = [a for a in rest if a != BATCH] in ([ROW], [COL])
+    return _of_rows(found, rows) if rows is not None and by_row else found
+
+
+def _of_rows(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """(B, N) with the last element that counts in the place of those behind it; the first if none counts."""
+    rows = rows.max().reshape(1) if values.shape[0] == 1 else rows
+    positions = torch.arange(values.shape[1], device=values.device)
+    last = (rows.to(values.device) - 1).clamp_min(0).unsqueeze(1)
+    return values.gather(1, torch.minimum(positions, last).expand(values.shape))
 
 
 def _compare(relation: Relational, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

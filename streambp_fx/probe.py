@@ -228,7 +228,7 @@ class IndependenceProbe:
     def _for_this_batch(self, mixing: Mixing) -> tuple[Reach, int | None]:
         """The reach of a mixing op in this step, as the runtime takes it.
 
-        See NOTE [rows that see nothing] in `runtime.executor`: with padding it may be FULL.
+        See NOTE [rows that see nothing] in `runtime.questions`: with padding it may be FULL.
         """
         mask = mixing.mask
         uncertain = mask is not None and self.masks.get(mask)

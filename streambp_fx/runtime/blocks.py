@@ -6,7 +6,16 @@ coefficients are known before the step (`head`), and a row after the last one of
 coefficient has no part in the loss: attention is causal, and samples do not see each other
 (`passes.batch`). So a chunk is run for the samples that go on, in pieces that lie together in the batch. What
 is not run is zero in the values between segments; its gradient is zero and is not computed. It is decided by
-the loss alone, not by a mask: padding on the left comes before rows that count, and is run.
+the loss alone, not by a mask: padding on the left comes before rows that count, and is run. One row more
+counts than the loss reads: that of a sample's last token, which has no label, but logits that somebody may
+use.
+
+NOTE [masks where it counts]
+What rows hold that have no part in the loss makes no difference, as long as it is finite. So a mask that
+hides nothing but padding behind the rows that count is plain causal for them, and attention takes no mask: a
+chunk's rows of it are as wide as the sequence, and the fastest kernels take none. Only where samples are
+independent; and where logits may be read later, only if rows are left out anyway and nothing is random, as
+reading them runs the forward again.
 """
 
 from __future__ import annotations
@@ -66,6 +75,9 @@ class Step:
         needed: for each sample, how many of its rows have a part in the loss, or come before one that has;
             None if all are run. See NOTE [samples that have ended].
         batch: the symbol of the batch size, if it is one.
+        limits: for each sample (or for all, as one) the rows that count, not up to the end of a chunk; None
+            if those behind them are computed as well, and as eager computes them.
+        complete: with `limits`, the step that computes all rows.
     """
 
     sizes: dict[sympy.Symbol, int]
@@ -79,6 +91,8 @@ class Step:
     full: frozenset[Node] = frozenset()
     needed: tuple[int, ...] | None = None
     batch: sympy.Symbol | None = None
+    limits: list[int] | None = None
+    complete: Step | None = None
 
     def parts(self, start: int) -> list[Part | None]:
         """The samples that a chunk is run for, in pieces that lie together; None for all of them."""
@@ -104,14 +118,18 @@ def counts(
     inner: int,
     samples: tuple[Place, int] | None,
     extents: Sequence[Extent],
-) -> Tensor:
-    """Which rows have a part in the loss: have a coefficient. A tensor of integers, for `read_counts`.
+) -> tuple[Tensor, Tensor]:
+    """Which rows have a part in the loss: have a coefficient.
 
     Args:
         coefficients: of the rows of the loss, in their own shape.
         dim: that of the rows, `inner` entries each.
         samples: where the samples are in it, and the entries of one; None: all are taken for one.
         extents: the chunks; at least one.
+
+    Returns:
+        int64: for each sample and each chunk, one after the other, 1 if it has such a row, and 0 if not; and
+        for each sample how many rows there are up to the last one.
     """
     device, total = coefficients.device, extents[0].total
     starts = torch.tensor([e.start for e in extents], device=device)
@@ -125,19 +143,13 @@ def counts(
         own = _along(own, place.dim, coefficients)
     has_one = coefficients != 0
     flags = _most(batch * len(extents), own * len(extents) + chunks, has_one.long())
-    return torch.cat([flags, _most(batch, own, (rows + 1) * has_one)])
+    return flags, _most(batch, own, (rows + 1) * has_one)
 
 
-def read_counts(found: list[int], chunks: int) -> tuple[list[list[bool]], list[int]]:
-    """What `counts` has found, for so many chunks.
-
-    Returns:
-        For each chunk and each sample whether it has a row with a coefficient; and for each sample how many
-        rows there are up to the last one.
-    """
-    batch = len(found) // (chunks + 1)
-    by_sample = [found[k * chunks : (k + 1) * chunks] for k in range(batch)]
-    return [[flag > 0 for flag in own] for own in zip(*by_sample, strict=True)], found[-batch:]
+def by_chunk(flags: list[int], chunks: int) -> list[list[bool]]:
+    """For each of so many chunks and each sample whether it has a row with a coefficient, from `counts`."""
+    by_sample = [flags[k : k + chunks] for k in range(0, len(flags), chunks)]
+    return [[flag > 0 for flag in own] for own in zip(*by_sample, strict=True)]
 
 
 def _most(count: int, keys: Tensor, values: Tensor) -> Tensor:
@@ -147,24 +159,23 @@ def _most(count: int, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def needed(
-    flags: Sequence[Sequence[bool]], lengths: Sequence[int], extents: Sequence[Extent], removed: int
+    flags: Sequence[Sequence[bool]], limits: Sequence[int], extents: Sequence[Extent], removed: int
 ) -> tuple[int, ...] | None:
     """For each sample how many of its rows are run; None if all are.
 
-    Those that the chunks of the loss head read, and in any case one more than have a part in the loss: that
-    of the last token, which has no label, but logits that somebody may use.
+    Those that the chunks of the loss head read, and in any case those that count.
 
     Args:
         flags: for each chunk of the loss head and each sample whether it has a part in the loss.
-        lengths: of each sample, up to the last row that has a part in the loss.
+        limits: the rows of each sample that count.
         extents: those chunks.
         removed: rows that the head has less than the sequence, at either end.
     """
-    ends = [n + 1 if n else 0 for n in lengths]
+    ends = list(limits)
     for extent, own in zip(extents, flags, strict=True):
-        stop = extent.start + extent.rows
+        stop = extent.start + extent.rows + removed
         ends = [max(end, stop) if flag else end for flag, end in zip(own, ends, strict=True)]
-    return None if all(end >= extents[-1].total for end in ends) else tuple(end + removed for end in ends)
+    return None if all(end >= extents[-1].total + removed for end in ends) else tuple(ends)
 
 
 def _along(values: Tensor, dim: int, like: Tensor) -> Tensor:

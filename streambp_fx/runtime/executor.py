@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -116,12 +117,15 @@ class Executor:
         values, sizes = self.begin(inputs)
         step, questions = self._step(sizes, rows), Questions()
         self._note(step)
-        self.asked.ask(questions, lambda n: self.value(n, values, sizes))
+        fetch = functools.partial(self.value, values=values, sizes=sizes)
+        self.asked.ask(questions, fetch)
         sweep = self._sweep(values, sizes, step, questions)
+        if sweep is not None and sweep.limits is not None and self.padding.runs_to_the_end is None:
+            self.asked.ask_where_it_counts(questions, fetch, sweep.limits)
         step.plain, step.full = self.asked.plain(questions), self.asked.full(questions)
         if sweep is not None:
             sweep.learn(questions)
-            self.padding.leave_out(step, sweep)
+            self.padding.leave_out(step, sweep, self.asked.plain_where_it_counts(questions))
         store = self._store(values)
         for group in self.groups:
             if sweep is not None and group[-1] is self.facts.segments[-1]:

@@ -12,13 +12,13 @@ from torch.fx import Node
 
 from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
-from .blocks import Block, Step, read_counts, runs
+from .blocks import Block, Step, by_chunk, runs
 from .common import refuse_double_backward
 from .questions import Questions
 from .streamed import SegmentRunner, Values
 
 #: What is asked of the rows of a loss.
-ROWS = "rows with a part in the loss"
+CHUNKS, LIMITS = "chunks with rows that count", "rows that count"
 
 
 @dataclass
@@ -29,26 +29,27 @@ class Sweep:
         epilogue: what is made of the head's rows.
         position: of the loss among what the epilogue returns.
         coefficients: of the loss, in the rows: its derivative, the same wherever it is taken.
-        chunks: how many there are.
         last: streamed inputs that nobody reads after this; their gradient is written over them.
-        counted: for each chunk, the samples (all as one, where they are not known to be independent) of which
-            a row has a part in the loss; None if all are run.
-        lengths: with `counted`, the rows of each of these samples up to the last that has a part in the loss.
+        chunks: how many there are.
+        limits: (B,) or (1,), int64: the rows of each sample (all as one, where they are not known to be
+            independent) that count, see NOTE [samples that have ended]; None if all do.
+        counted: for each chunk, the samples of which a row has a part in the loss; None if all are run.
+        rows: with `counted`, what `limits` holds.
     """
 
     epilogue: Callable[[Tensor], tuple]
     position: int
     coefficients: Tensor
-    chunks: int
     last: frozenset[Node]
+    chunks: int = 0
+    limits: Tensor | None = None
     counted: list[list[bool]] | None = None
-    lengths: list[int] | None = None
+    rows: list[int] | None = None
 
     def learn(self, questions: Questions) -> None:
         """Take the answer to what `sweep_of` has asked."""
-        found = questions.answer(ROWS)
-        if found is not None:
-            self.counted, self.lengths = read_counts(found, self.chunks)
+        flags, self.rows = questions.answer(CHUNKS), questions.answer(LIMITS)
+        self.counted = None if flags is None else by_chunk(flags, self.chunks)
 
     def blocks(self, extents: list[Extent], runs_if: bool = True) -> list[Block]:
         """The blocks that are run, or those that are not."""
@@ -79,10 +80,15 @@ def sweep_of(
     node = runner.segment.outputs[0]
     rows = runner.allocate(node, step, like, zero=True)
     coefficients, alone = _coefficients(epilogue, rows, position)
-    chunks = len(runner.extents(step))
+    sweep, chunks = Sweep(epilogue, position, coefficients, last), len(runner.extents(step))
     if alone and chunks:
-        questions.ask(ROWS, runner.counts(coefficients, step))
-    return Sweep(epilogue, position, coefficients, chunks, last)
+        flags, lengths = runner.counts(coefficients, step)
+        more = max(1, runner.segment.removed)  # those of the sequence that the head has not may come first
+        sweep.limits = torch.where(lengths > 0, lengths + more, lengths)
+        sweep.chunks = chunks
+        questions.ask(CHUNKS, flags)
+        questions.ask(LIMITS, sweep.limits)
+    return sweep
 
 
 class OneSweepHead(torch.autograd.Function):

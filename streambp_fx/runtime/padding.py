@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 LEFT_OUT = (
-    "a gradient came to logits of padding, behind the last token that the loss reads; those rows were not "
-    'run in this step. To have them run, keep the logits: torch.compile(..., options={"logits": "keep"}).'
+    "a gradient came to logits of padding, behind the last token that the loss reads; this step left those "
+    'rows out. To have them run, keep the logits: torch.compile(..., options={"logits": "keep"}).'
 )
 
 
@@ -62,38 +62,54 @@ class Padding:
     @cached_property
     def samples_together(self) -> str | None:
         """Why all samples are run as far as the longest; None if each can end where it does."""
-        if self.executor.random:
-            return "the model draws random numbers"
+        return "the model draws random numbers" if self.executor.random else self.unproved
+
+    @cached_property
+    def unproved(self) -> str | None:
+        """Why the samples are not known to be independent; None if they are."""
         streamed = ((s, r) for s, r in self.runners if isinstance(r, SegmentRunner))
         return next(
             (f"segment {s.index}: {r.samples}" for s, r in streamed if isinstance(r.samples, str)), None
         )
 
-    def leave_out(self, step: Step, sweep: Sweep) -> None:
-        """Tell the step how far each sample has to be run."""
-        head, runner = self.runners[-1]
-        if sweep.counted is None or sweep.lengths is None or self.runs_to_the_end is not None:
+    def leave_out(self, step: Step, sweep: Sweep, plain: frozenset[Node]) -> None:
+        """Tell the step how far each sample has to be run, and which masks hide nothing where it counts.
+
+        Args:
+            plain: such masks, with those that hide nothing anywhere.
+        """
+        if sweep.counted is None or sweep.rows is None or self.runs_to_the_end is not None:
             return
-        if any(isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners):
-            return
-        ends = needed(sweep.counted, sweep.lengths, runner.extents(step), head.removed)
-        if ends is not None:
+        complete, (head, runner) = dataclasses.replace(step), self.runners[-1]
+        ends = needed(sweep.counted, sweep.rows, runner.extents(step), head.removed)
+        if plain > step.plain and self._may_differ(step, ends is not None):
+            step.plain, step.full = step.plain | plain, step.full - plain
+        full = any(isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners)
+        if ends is not None and not full:
             step.needed = (max(ends),) if self.samples_together else ends
+        if step.needed is not None or step.plain != complete.plain:
+            step.limits, step.complete = sweep.rows, complete
+
+    def _may_differ(self, step: Step, leaves_out: bool) -> bool:
+        """True if rows that do not count may hold anything, see NOTE [masks where it counts]."""
+        if self.executor.lazy and (self.executor.random or not leaves_out):
+            return False
+        return self.executor.sequences(step.sizes) == 1 or self.unproved is None
 
     def completion(self, part: Subgraph, inputs: Sequence[Any], step: Step) -> Anew | None:
         """How a lazy output is read or differentiated after a step that left rows out."""
-        if step.needed is None:
+        if step.complete is None:
             return None
         tensors = [v for v in inputs if isinstance(v, Tensor)]
-        make = functools.partial(self._complete, part, tuple(inputs), step)
+        make = functools.partial(self._complete, part, tuple(inputs), step.complete)
         return Anew(tensors, make, functools.partial(self._check, part, step))
 
     def _complete(self, part: Subgraph, inputs: tuple, step: Step) -> list[Any]:
-        """What a part reads, with the rows that the step did not run."""
+        """What a part reads, as a step makes it that leaves nothing out."""
         executor = self.executor
         with torch.no_grad(), torch._C._DisableAutocast():
             values, sizes = executor.begin(inputs)
-            again = dataclasses.replace(step, needed=None, training=False)
+            again = dataclasses.replace(step, training=False)
             for segment in self.facts.segments:
                 if all(n in values or not tensors_of(n) for n in part.inputs):
                     break
@@ -102,11 +118,12 @@ class Padding:
             return [executor.value(n, values, sizes) for n in part.inputs]
 
     def _check(self, part: Subgraph, step: Step, gradients: Sequence[Tensor | None]) -> None:
-        """Raise if a gradient comes to rows that the step did not run."""
+        """Raise if a gradient comes to rows that do not count."""
+        assert step.limits is not None
         makers = {n: r for s, r in self.runners for n in s.outputs}
         for node, gradient in zip(part.inputs, gradients, strict=True):
             runner = makers.get(node)
             if gradient is None or not isinstance(runner, SegmentRunner):
                 continue
-            if any(rows.any() for rows in runner.left_out(node, gradient, step)):
+            if any(rows.any() for rows in runner.rows_behind(step.limits, node, gradient, step)):
                 raise RuntimeError(LEFT_OUT)

@@ -70,9 +70,21 @@ class MaskQuestions:
         for mask in self.additive:
             questions.ask(("open", mask), masks.first_column_condition(self.known[mask], fetch))
 
+    def ask_where_it_counts(
+        self, questions: Questions, fetch: Callable[[Node], Tensor], rows: Tensor
+    ) -> None:
+        """Ask the same of the rows alone that count: how many of each sample, see `Sweep`."""
+        for mask, known in self.known.items():
+            if known.plain_without_data and not known.has_bias:
+                questions.ask(("plain where it counts", mask), masks.data_condition(known, fetch, rows))
+
     def plain(self, questions: Questions) -> frozenset[Node]:
         """Masks that hide nothing but later rows."""
         return frozenset(m for m in self.known if questions.answer(("plain", m)) == [1])
+
+    def plain_where_it_counts(self, questions: Questions) -> frozenset[Node]:
+        """Masks that hide nothing but later rows, and padding behind the rows that count."""
+        return frozenset(m for m in self.known if questions.answer(("plain where it counts", m)) == [1])
 
     def full(self, questions: Questions) -> frozenset[Node]:
         """Masks under which some row may attend to all columns, see NOTE [rows that see nothing]."""

@@ -116,7 +116,7 @@ class SegmentRunner:
         """The chunks of this segment in a step, each with the samples that it is run for."""
         return [Block(e, part) for e in self.extents(step) for part in step.parts(e.start)]
 
-    def counts(self, coefficients: Tensor, step: Step) -> Tensor:
+    def counts(self, coefficients: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Which samples have a part in the loss in each chunk of a loss head, and how far, see `counts`."""
         node = self.segment.outputs[0]
         (dim, axis), samples = self.axis(node), self.samples
@@ -213,13 +213,12 @@ class SegmentRunner:
             value, dim = value.unflatten(dim, sizes), dim + 1
         return value.narrow(dim, block.extent.start, block.extent.rows)
 
-    def left_out(self, node: Node, value: Tensor, step: Step) -> Iterator[Tensor]:
-        """The rows of an output that a step did not run, of one sample (or all together) after the other."""
-        assert step.needed is not None
+    def rows_behind(self, limits: list[int], node: Node, value: Tensor, step: Step) -> Iterator[Tensor]:
+        """The rows of an output that do not count, of one sample (or all together) after the other."""
         total = step.total - self.segment.removed
-        for k, end in enumerate(step.needed):
+        for k, end in enumerate(limits):
             if end < total:
-                part = Part(k, 1) if len(step.needed) > 1 else None
+                part = Part(k, 1) if len(limits) > 1 else None
                 yield self.view(node, value, Block(Extent(total - end, 0, end, total), part), step)
 
     def axis(self, node: Node) -> tuple[int, Axis]:

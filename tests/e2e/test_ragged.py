@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp_fx
 from streambp_fx.runtime.blocks import Part, runs
+from streambp_fx.runtime.padding import Padding
 from streambp_fx.runtime.streamed import SegmentRunner
 
 aten = torch.ops.aten
@@ -34,6 +35,19 @@ def ragged(lengths: Sequence[int], side: str = "right", total: int = LENGTH) -> 
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def with_a_hole() -> dict[str, torch.Tensor]:
+    """Tokens that nobody sees, before others that count."""
+    batch = ragged((40, 67))
+    batch["attention_mask"][0, 11:19] = 0
+    return batch
+
+
+def with_labels_everywhere() -> dict[str, torch.Tensor]:
+    """The loss reads padding as well."""
+    batch = ragged((40, 67))
+    return {**batch, "labels": batch["input_ids"]}
+
+
 BATCHES = {
     "long, short, shorter": ragged((67, 20, 5)),
     "short, long, short": ragged((5, 67, 20)),
@@ -43,7 +57,10 @@ BATCHES = {
     "left": ragged((30, 67, 9), "left"),
     "as many as tokens": ragged((9, 17, *(3,) * 15), total=17),
     "full": ragged((67, 67)),
+    "a hole": with_a_hole(),
+    "labels everywhere": with_labels_everywhere(),
 }
+PLAIN = {name: name not in ("left", "a hole", "labels everywhere") for name in BATCHES}
 
 
 @pytest.fixture
@@ -115,6 +132,51 @@ def test_labels_alone_decide(rows_run: Counter) -> None:
     want, got = step(eager, batch), step(model, batch)
     assert_close_grads(got[1], want[1], 1e-5)
     assert rows_run["joint"] < 2 * (LENGTH + 2 * CHUNK + 1)
+
+
+# ---- masks
+
+
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[bool]]:
+    """Whether layers were run with a mask."""
+    found: set[bool] = set()
+    original = SegmentRunner.call
+
+    def call(self: SegmentRunner, kind: str, block: Any, step: Any, index: int, given: Any) -> list[Any]:
+        if self.masks:
+            found.add(not step.plain.issuperset(self.masks))
+        return original(self, kind, block, step, index, given)
+
+    monkeypatch.setattr(SegmentRunner, "call", call)
+    yield found
+
+
+@pytest.mark.parametrize("options", [{}, {"logits": "lazy"}], ids=["no logits", "logits"])
+def test_a_mask_of_padding_behind_what_counts_is_not_needed(
+    options: dict[str, Any], masked: set[bool]
+) -> None:
+    """Gradients are compared in `test_exact`. Where logits may be read, only if rows are left out anyway."""
+    model = transform(build("llama"), **options)
+    for name, given in BATCHES.items():
+        masked.clear()
+        model(**given).loss.backward()
+        assert masked == {not PLAIN[name]}, name
+    masked.clear()
+    model(**ragged((66, 67))).loss.backward()
+    assert masked == {bool(options)}
+
+
+def test_a_mask_is_needed_where_samples_are_not_known_to_be_independent(
+    masked: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Padding, "unproved", "nobody knows")
+    model = transform(build("llama"))
+    model(**ragged((66, 40))).loss.backward()
+    assert masked == {True}
+    masked.clear()
+    model(**ragged((40,))).loss.backward()
+    assert masked == {False}, "a sample alone"
 
 
 # ---- logits
