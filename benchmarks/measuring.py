@@ -1,7 +1,8 @@
 """Measures steps: one process for the peak and one for the time of each mode, the same weights and batch.
 
-NOTE [rounds]: a machine's speed drifts over minutes. The runs for the time go round the modes, every second
-round backwards, and the steps of all rounds are taken together, so that a drift meets all modes alike.
+NOTE [turns]: a machine's speed drifts over minutes. So on a CPU the processes that are timed are alive
+together and take step for step in turn: a drift meets all modes alike. A GPU's memory would have to hold all
+of them; there they run one after the other, in rounds, every second one backwards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ class Meter:
     Args:
         setup: what there is to run on and with.
         steps: measured steps of a run for the time.
-        rounds: runs for the time; see NOTE [rounds].
+        rounds: runs for the time; see NOTE [turns].
         threads: of PyTorch; 0: its default.
         say: told what is being run.
     """
@@ -126,11 +128,21 @@ class Meter:
             result.reason = mode.unavailable(self.setup, workload.model_type)
             if result.reason is None:
                 self._run(result, "peak")
-        for turn in range(self.rounds if time else 0):
-            for key in list(new)[:: -1 if turn % 2 else 1]:
-                if self.results[key].reason is None:
-                    self._run(self.results[key], "time")
+        timed = [self.results[key] for key in new if self.results[key].reason is None]
+        for again in range(self.rounds if time else 0):
+            self._time(timed[:: -1 if again % 2 else 1])
         self._compare_losses(new.values())
+
+    def _time(self, results: Sequence[Result]) -> None:
+        """One run of each, see NOTE [turns]."""
+        if self.setup.device != "cpu" or not results:
+            for result in results:
+                self._run(result, "time")
+            return
+        assert self._folder is not None
+        turns = str(self._folder / "turns")
+        with ThreadPoolExecutor(len(results)) as pool:
+            list(pool.map(lambda result: self._run(result, "time", turns), results))
 
     def result(self, workload: Workload, mode: Mode) -> Result:
         """What was measured."""
@@ -187,7 +199,7 @@ class Meter:
         script = Path(__file__).with_name("published.py")
         return (str(python), str(script), "--checkout", str(self.setup.published))
 
-    def _run(self, result: Result, what: str) -> None:
+    def _run(self, result: Result, what: str, turns: str | None = None) -> None:
         workload, mode = result.workload, result.mode
         self.say(f"{workload.title}: {mode.name}, {what}")
         seconds: list[float] = []
@@ -197,7 +209,7 @@ class Meter:
                 seconds.append(event["seconds"])
 
         # A first step warms up; a peak needs one more, a time some more.
-        spec = self.spec(workload, mode, 1 if what == "peak" else self.steps)
+        spec = replace(self.spec(workload, mode, 1 if what == "peak" else self.steps), turn_file=turns)
         try:
             measured = run_isolated(spec, what, heard, self._command(mode))
         except (WorkerError, OSError) as error:

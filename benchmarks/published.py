@@ -95,7 +95,8 @@ def main() -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.zero_()
-        measured = measure.measure_step(step, spec["device"])
+        with measure.turn(spec["turn_file"]):
+            measured = measure.measure_step(step, spec["device"])
         if index == 0:
             emit("warm")
             continue

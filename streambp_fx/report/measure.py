@@ -12,6 +12,7 @@ to the thresholds that it reaches by itself in a run for the time (glibc raises 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -31,6 +32,8 @@ MODES = ("eager", "checkpointing", "streamed")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WHATS = ("peak", "time", "both")
 MMAP_THRESHOLD = 65536
+#: Seconds after a turn in which those who wait for theirs go first.
+PAUSE = 0.05
 #: How the process that runs a step is started; `--what` and `--json` are added.
 WORKER = (sys.executable, "-m", "streambp_fx.report.worker")
 
@@ -86,6 +89,7 @@ class StepSpec:
         gradients_file: where to `torch.save` the gradients of the first measured step, as a dict of
             parameter name to tensor; None: nowhere.
         device: "cpu" or a CUDA device.
+        turn_file: workers with the same file take turns, see `turn`; None: this one waits for nobody.
         options: further options of `transform` ("streamed" only).
 
     Raises:
@@ -110,6 +114,7 @@ class StepSpec:
     batch_file: str | None = None
     gradients_file: str | None = None
     device: str = "cpu"
+    turn_file: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -196,6 +201,30 @@ class Peak:
         else:
             seconds, peak = time.perf_counter() - self.start, _status_bytes("VmHWM")
         return Measurement(seconds, max(0, peak - self.base))
+
+
+@contextlib.contextmanager
+def turn(path: str | None) -> Iterator[None]:
+    """Within: no other process (or file handle) is in its turn with the same file. POSIX only.
+
+    A machine's speed drifts over minutes. Processes that are compared should be alive at the same time and
+    take step for step in turn, so that a drift meets all of them alike.
+
+    Args:
+        path: of the file, which is made; None: nobody is waited for.
+    """
+    if path is None:
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+    time.sleep(PAUSE)
 
 
 def use_default_allocator() -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from .measure import WHATS, Measurement, StepSpec, measure_step, use_default_allocator
+from .measure import WHATS, Measurement, StepSpec, measure_step, turn, use_default_allocator
 from .models import load_model, random_tokens
 
 Emit = Callable[..., None]
@@ -136,6 +136,32 @@ def run(
     build: Callable[[nn.Module, Any], Step] = build_step,
 ) -> list[tuple[float, Measurement]]:
     """Warm up, then measure; the loss and the measurement of each step."""
+    with turn(spec.turn_file):
+        model, train_step, ids = _prepared(spec, emit, notes, build)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate) if spec.learning_rate else None
+    results: list[tuple[float, Measurement]] = []
+    for index in range(spec.steps):
+        with turn(spec.turn_file):
+            _zero_gradients(model)
+            losses: list[float] = []
+            measured = measure_step(lambda losses=losses: losses.append(train_step(ids)), spec.device)  # type: ignore[misc]
+            emit(
+                "step", index=index, loss=losses[0], seconds=measured.seconds, peak_bytes=measured.peak_bytes
+            )
+            results.append((losses[0], measured))
+            if index == 0 and spec.gradients_file:
+                _save_gradients(model, spec.gradients_file)
+            if index == 0 and what == "both":
+                use_default_allocator()
+            if optimizer is not None:
+                optimizer.step()
+    return results
+
+
+def _prepared(
+    spec: StepSpec, emit: Emit, notes: list[str], build: Callable[[nn.Module, Any], Step]
+) -> tuple[nn.Module, Step, torch.Tensor]:
+    """The model, its step, which has run once, and the batch."""
     torch.manual_seed(spec.seed)
     if spec.threads:
         torch.set_num_threads(spec.threads)
@@ -152,21 +178,7 @@ def run(
     emit("warm")
     if spec.mode == "streamed":
         _emit_schedule(emit, model, spec.seq_len)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec.learning_rate) if spec.learning_rate else None
-    results: list[tuple[float, Measurement]] = []
-    for index in range(spec.steps):
-        _zero_gradients(model)
-        losses: list[float] = []
-        measured = measure_step(lambda losses=losses: losses.append(train_step(ids)), spec.device)  # type: ignore[misc]
-        emit("step", index=index, loss=losses[0], seconds=measured.seconds, peak_bytes=measured.peak_bytes)
-        results.append((losses[0], measured))
-        if index == 0 and spec.gradients_file:
-            _save_gradients(model, spec.gradients_file)
-        if index == 0 and what == "both":
-            use_default_allocator()
-        if optimizer is not None:
-            optimizer.step()
-    return results
+    return model, train_step, ids
 
 
 def main(

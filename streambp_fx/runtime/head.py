@@ -31,10 +31,10 @@ class Sweep:
         coefficients: of the loss, in the rows: its derivative, the same wherever it is taken.
         last: streamed inputs that nobody reads after this; their gradient is written over them.
         chunks: how many there are.
-        limits: (B,) or (1,), int64: the rows of each sample (all as one, where they are not known to be
+        unread: (B,) or (1,), int64: the rows of each sample (all as one, where they are not known to be
             independent) that count, see NOTE [samples that have ended]; None if all do.
         counted: for each chunk, the samples of which a row has a part in the loss; None if all are run.
-        rows: with `counted`, what `limits` holds.
+        limits: with `counted`, what `unread` holds.
     """
 
     epilogue: Callable[[Tensor], tuple]
@@ -42,13 +42,13 @@ class Sweep:
     coefficients: Tensor
     last: frozenset[Node]
     chunks: int = 0
-    limits: Tensor | None = None
+    unread: Tensor | None = None
     counted: list[list[bool]] | None = None
-    rows: list[int] | None = None
+    limits: list[int] | None = None
 
     def learn(self, questions: Questions) -> None:
         """Take the answer to what `sweep_of` has asked."""
-        flags, self.rows = questions.answer(CHUNKS), questions.answer(LIMITS)
+        flags, self.limits = questions.answer(CHUNKS), questions.answer(LIMITS)
         self.counted = None if flags is None else by_chunk(flags, self.chunks)
 
     def blocks(self, extents: list[Extent], runs_if: bool = True) -> list[Block]:
@@ -84,10 +84,10 @@ def sweep_of(
     if alone and chunks:
         flags, lengths = runner.counts(coefficients, step)
         more = max(1, runner.segment.removed)  # those of the sequence that the head has not may come first
-        sweep.limits = torch.where(lengths > 0, lengths + more, lengths)
+        sweep.unread = torch.where(lengths > 0, lengths + more, lengths)
         sweep.chunks = chunks
         questions.ask(CHUNKS, flags)
-        questions.ask(LIMITS, sweep.limits)
+        questions.ask(LIMITS, sweep.unread)
     return sweep
 
 

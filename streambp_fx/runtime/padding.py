@@ -78,17 +78,17 @@ class Padding:
         Args:
             plain: such masks, with those that hide nothing anywhere.
         """
-        if sweep.counted is None or sweep.rows is None or self.runs_to_the_end is not None:
+        if sweep.counted is None or sweep.limits is None or self.runs_to_the_end is not None:
             return
         complete, (head, runner) = dataclasses.replace(step), self.runners[-1]
-        ends = needed(sweep.counted, sweep.rows, runner.extents(step), head.removed)
+        ends = needed(sweep.counted, sweep.limits, runner.extents(step), head.removed)
         if plain > step.plain and self._may_differ(step, ends is not None):
             step.plain, step.full = step.plain | plain, step.full - plain
         full = any(isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners)
         if ends is not None and not full:
             step.needed = (max(ends),) if self.samples_together else ends
         if step.needed is not None or step.plain != complete.plain:
-            step.limits, step.complete = sweep.rows, complete
+            step.limits, step.complete = sweep.limits, complete
 
     def _may_differ(self, step: Step, leaves_out: bool) -> bool:
         """True if rows that do not count may hold anything, see NOTE [masks where it counts]."""

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.predictions import CASES, main, peaks
 
 PAGE = Path(__file__).parents[2] / "docs" / "reading_a_schedule.md"
-DEFAULT = ("olmo2 4096/512 float32 offload=disk save=attention",)
+DEFAULT = ("bloom 2048/256 float32 inputs",)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from Linux")
 

@@ -46,6 +46,7 @@ def test_inductor_compiles_once_for_all_chunks(compilations: list[Any]) -> None:
     assert counts == [6] * 4, counts
 
 
+@pytest.mark.slow
 def test_inductor_with_a_mask_and_dropout(compilations: list[Any]) -> None:
     """The same chunk is drawn twice, forwards and recomputed, with the same mask."""
     model = build("gpt2", dtype=torch.float32, resid_pdrop=0.2, n_layer=1)

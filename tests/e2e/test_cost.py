@@ -48,7 +48,7 @@ def _model(family: str) -> tuple[nn.Module, int]:
     return model, chunk
 
 
-@pytest.mark.parametrize("family", sample(CASES, "llama", "gpt_neox"))
+@pytest.mark.parametrize("family", sample(CASES, "llama"))
 def test_predicted_peak_is_what_is_live(family: str) -> None:
     """Three lengths each, twelve combinations in all, within 8%; and the expression is no smaller."""
     model, chunk = _model(family)

@@ -57,7 +57,7 @@ def test_exact(policy: str) -> None:
 OTHERS = ["gemma3_text", "mistral", "opt", "bloom", "gpt2", "falcon"]
 
 
-@pytest.mark.parametrize("family", sample(OTHERS, "gemma3_text"))
+@pytest.mark.parametrize("family", sample(OTHERS, "gpt2"))
 def test_exact_for_other_kinds_of_attention(family: str) -> None:
     """Windows, biases, positions added to scores, no kernel at all."""
     factory = functools.partial(build, family)

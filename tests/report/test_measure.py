@@ -1,8 +1,11 @@
 """Measuring a step: known allocations are seen, and a process of its own reports what it did."""
 
+import itertools
 import json
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from streambp_fx.report.measure import (
     WorkerError,
     measure_step,
     run_isolated,
+    turn,
 )
 from streambp_fx.report.worker import summary
 
@@ -176,3 +180,24 @@ def test_options_reach_transform_and_another_worker_can_run_the_steps(config):
         run_isolated(_spec(config, mode="streamed", options={"evry": 2}), "time")
     with pytest.raises(WorkerError, match="No module named"):
         run_isolated(_spec(config), "time", worker=(sys.executable, "-m", "no_such_worker"))
+
+
+def test_turns_are_taken_one_after_the_other(tmp_path):
+    """Nobody is in a turn while somebody else is, and nobody has two before the others have one."""
+    found = []
+
+    def work(name):
+        for _ in range(3):
+            with turn(str(tmp_path / "turns")):
+                begun = time.perf_counter()
+                time.sleep(0.02)
+                found.append((begun, time.perf_counter(), name))
+
+    workers = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(found))
+    rounds = [{name for *_, name in found[k : k + 3]} for k in (0, 6)]
+    assert len(found) == 9 and rounds == [set("abc")] * 2
