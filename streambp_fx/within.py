@@ -35,14 +35,15 @@ def switched_by_others(model: nn.Module, forward: Any, given: Mapping[str, Any])
     switches = {name for name, value in given.items() if value is True}
     if not switches:
         return False
-    replaced = [(model, forward)]
-    replaced += [(m, vars(m)["forward"]) for m in models_within(model) if "forward" in vars(m)]
-    return any(switches & _added(type(m), f) for m, f in replaced if not _is_captured(f))
+    within = [(m, vars(m)["forward"]) for m in models_within(model) if "forward" in vars(m)]
+    replaced = [(model, forward)] * (not has_plain_form(forward))
+    replaced += [(m, f) for m, f in within if not _is_captured(f)]
+    return any(switches & _added(type(m), f) for m, f in replaced)
 
 
 def _is_captured(forward: Any) -> bool:
-    """True if a forward, or one below a streamed one, has a plain form."""
-    return has_plain_form(getattr(forward, "original", forward))
+    """True for a streamed forward of a model within another that has a plain form: only it runs that form."""
+    return has_plain_form(getattr(forward, "original", None))
 
 
 def _added(kind: Any, forward: Any) -> set[str]:

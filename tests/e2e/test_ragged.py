@@ -152,7 +152,9 @@ def masked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[bool]]:
     yield found
 
 
-@pytest.mark.parametrize("options", [{}, {"logits": "lazy"}], ids=["no logits", "logits"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"logits": "lazy"}, marks=pytest.mark.slow)], ids=["no logits", "logits"]
+)
 def test_a_mask_of_padding_behind_what_counts_is_not_needed(
     options: dict[str, Any], masked: set[bool]
 ) -> None:
@@ -334,8 +336,12 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["long, short, shorter", "left", "full"])
+ASKED = [(kind, how) for kind in ("long, short, shorter", "left", "full") for how in ("sdpa", "eager")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), sample(ASKED, ("long, short, shorter", "sdpa"), ("left", "eager"))
+)
 def test_a_step_waits_for_the_device_once(kind: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding, rows that see nothing and rows without a part in the loss are read together.
 

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import add_fused_lm_head
 
+import streambp_fx
 from streambp_fx.plain_forms import in_plain_pytorch
 from streambp_fx.plain_forms.trl import ALL, PlainKernel, statistics_of_tokens
+
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def operands(bias: bool) -> list[Any]:
@@ -55,3 +61,16 @@ def test_only_what_names_a_kernel_is_made_again() -> None:
     assert made is not calls_the_kernel and made.__globals__["ChunkedLogProbFunction"] is PlainKernel
     assert calls_the_kernel.__globals__["ChunkedLogProbFunction"] is ChunkedLogProbFunction
     assert in_plain_pytorch(operands) is operands and in_plain_pytorch(len) is len
+
+
+def test_a_kernel_below_an_adapter_stays_where_it_is() -> None:
+    """The forward of a wrapped model is not made again, so a call that asks for its kernel is left to it."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32, **HEADS))
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    wrapped = streambp_fx.transform(wrapped.train(), chunk=8)
+    add_fused_lm_head(wrapped.get_base_model())
+    ids = torch.randint(61, (2, 21))
+    output = wrapped(input_ids=ids, labels=ids, fused_lm_head=True)
+    output.loss.backward()
+    inner = [streambp_fx.schedule(m) for m in wrapped.modules() if m is not wrapped]
+    assert any(s is not None and any(p.kind == "layer" and p.chunked for p in s.segments) for s in inner)
