@@ -64,9 +64,7 @@ class MaskQuestions:
 
     def ask(self, questions: Questions, fetch: Callable[[Node], Tensor]) -> None:
         """Ask it of this step's data; `fetch` gives the whole values that masks are made of."""
-        for mask, known in self.known.items():
-            if known.plain_without_data and not known.has_bias:
-                questions.ask(("plain", mask), masks.data_condition(known, fetch))
+        self._ask_plain(questions, "plain", fetch)
         for mask in self.additive:
             questions.ask(("open", mask), masks.first_column_condition(self.known[mask], fetch))
 
@@ -74,9 +72,14 @@ class MaskQuestions:
         self, questions: Questions, fetch: Callable[[Node], Tensor], rows: Tensor
     ) -> None:
         """Ask the same of the rows alone that count: how many of each sample, see `Sweep`."""
+        self._ask_plain(questions, "plain where it counts", fetch, rows)
+
+    def _ask_plain(
+        self, questions: Questions, name: str, fetch: Callable[[Node], Tensor], rows: Tensor | None = None
+    ) -> None:
         for mask, known in self.known.items():
             if known.plain_without_data and not known.has_bias:
-                questions.ask(("plain where it counts", mask), masks.data_condition(known, fetch, rows))
+                questions.ask((name, mask), masks.data_condition(known, fetch, rows))
 
     def plain(self, questions: Questions) -> frozenset[Node]:
         """Masks that hide nothing but later rows."""
