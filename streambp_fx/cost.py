@@ -261,6 +261,7 @@ class StepCost(ProgramCosts):
                     continue
                 if self.executor.one_sweep is None or segment.index != last:
                     yield from self._segment_backward(ledger, sizes, segment, runner)
+                yield from self._round(ledger, sizes, segment)
                 self._finish(ledger, sizes, segment)
 
     def _again(self, ledger: Ledger, sizes: Sizes, group: list[Segment]) -> Iterator[Moment]:
@@ -325,6 +326,16 @@ class StepCost(ProgramCosts):
             ledger.drop(*parts)
             if parts and self.first_use[node] != segment.index:  # others will be added
                 ledger.hold(parts[0], PARAMETERS, self.bytes_of(node, sizes))
+
+    def _round(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> Iterator[Moment]:
+        """Sums in a wider dtype become gradients, one after the other: both are held for the moment."""
+        for node in segment.constants:
+            key = ("parameter", node, segment.index)
+            size = self.bytes_of(node, sizes)
+            if key in ledger.held and ledger.held[key][1] != size:
+                held = ledger.bytes((PARAMETERS, size))
+                yield Moment("backward", segment.index, None, None, held)
+                ledger.hold(key, PARAMETERS, size)
 
     # ---- one segment
 

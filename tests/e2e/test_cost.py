@@ -68,6 +68,23 @@ def test_predicted_peak_is_what_is_live(family: str) -> None:
             assert bound == pytest.approx(predicted, rel=0.02)
 
 
+def test_rounding_a_wide_sum_is_counted() -> None:
+    """A vocabulary so wide that the most is held while the head's sum in float32 becomes a gradient."""
+    width, vocabulary = 32, 20_000
+    over = {"vocab_size": vocabulary, "num_hidden_layers": 1, "hidden_size": width}
+    model = build("llama", **over).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    streambp_fx.transform(model, chunk=32, loss_chunk=2)
+    model(**plain(1, 41)).loss.backward()
+    found = streambp_fx.schedule(model)
+    assert found is not None
+    peak = found.cost.peak(found.cost.sizes(64, 32))
+    assert peak.program is None and peak.phase == "backward", "between the sweep and the layers"
+    assert peak.total > vocabulary * width * (4 + 2)
+    assert peak.total == pytest.approx(_live(model, plain(1, 64)), rel=0.02)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_predicted_peak_of_the_unstreamed_step(checkpointing: bool) -> None:
     model, chunk = _model("llama")

@@ -1,0 +1,138 @@
+"""Live bytes of a step that is too large to run: the runtime itself, on tensors that have no memory.
+
+python -m benchmarks.counted                                   # Qwen3-8B's shape, cut to 2 and 4 layers
+python -m benchmarks.counted --layers 2 --tokens 8192,16384 --chunk 2000 --save attention
+
+The compiled step runs forward and backward as ever, on fake tensors: buffers are made and let go in the same
+order, and their bytes are counted op by op (`streambp_fx.report.live`). Beside them stands what the cost
+model predicts. Weights, their gradients (which are there before the step) and the inputs do not count. The
+dtype is bfloat16. Takes seconds a layer and 8192 tokens; what kernels need inside is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from streambp_fx.passes.ir import expression
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+import streambp_fx
+from streambp_fx.report.live import LiveBytes
+from streambp_fx.runtime.executor import Executor
+from streambp_fx.runtime.head import CHUNKS, LIMITS
+from streambp_fx.runtime.questions import Questions
+from streambp_fx.runtime.streamed import SegmentRunner
+from streambp_fx.schedule import Schedule
+
+from .gpu import QWEN3_8B
+
+MIB = 2**20
+
+
+def model_of(config: dict[str, Any], layers: int, dtype: torch.dtype) -> nn.Module:
+    """A model without weights, cut to some layers."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    values = {**config, "num_hidden_layers": layers}
+    kind = CONFIG_MAPPING[values.pop("model_type")]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(kind(**values), dtype=dtype)
+
+
+def counted(schedule: Schedule, tokens: int) -> int:
+    """Peak bytes of the tensors alive in one step of a schedule, for one sequence without padding.
+
+    Args:
+        schedule: from `streambp_fx.explain` with a batch size of 1.
+        tokens: of the sequence.
+    """
+    executor = Executor(schedule.facts, schedule.options)
+    with FakeTensorMode() as mode, _without_data():
+        executor.constants = {
+            n: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
+            for n, v in executor.constants.items()
+        }
+        sizes = {**schedule.facts.values, schedule.facts.sequence: tokens}
+        inputs = [_input(schedule, n, sizes) for n in executor.placeholders]
+        given = [t for t in inputs if isinstance(t, torch.Tensor)]
+        known = [*given, *(t.grad for t in given if t.grad is not None)]
+        _step(executor, inputs)  # traces the programs
+        with LiveBytes(known) as meter:
+            _step(executor, inputs)
+    return meter.peak
+
+
+def _step(executor: Executor, inputs: list[Any]) -> None:
+    executor(*inputs)[0].backward()
+
+
+def _input(schedule: Schedule, node: Node, sizes: Any) -> Any:
+    """An input of the graph at these sizes; a parameter has its gradient already."""
+    value = node.meta["val"]
+    number = lambda size: int(expression(size).subs(sizes))  # noqa: E731
+    if not isinstance(value, torch.Tensor):
+        return number(value)
+    made = torch.empty([number(s) for s in value.shape], dtype=value.dtype, device=value.device)
+    if node in schedule.facts.needs_grad:
+        made.requires_grad_()
+        made.grad = torch.empty_like(made)
+    return made
+
+
+@contextlib.contextmanager
+def _without_data() -> Iterator[None]:
+    """Within: what a step asks the data is answered as if all rows counted; programs are traced as ever."""
+    program = SegmentRunner.program
+
+    def answered(questions: Questions) -> None:
+        for key, value in questions._open.items():
+            count = value.numel()
+            questions._answers[key] = [{CHUNKS: 1, LIMITS: sys.maxsize}.get(key, 1)] * count  # type: ignore
+        questions._open.clear()
+
+    def traced(*args: Any) -> Any:
+        with _disable_current_modes():
+            return program(*args)
+
+    with (
+        mock.patch.object(Questions, "_read", answered),
+        mock.patch.object(SegmentRunner, "program", traced),
+    ):
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; prints the table in Markdown."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.counted", description=__doc__.split("\n")[0])
+    numbers = lambda text: [int(v) for v in text.split(",")]  # noqa: E731
+    parser.add_argument("--layers", type=numbers, default=[2, 4], metavar="N,N")
+    parser.add_argument("--tokens", type=numbers, default=[8192, 16384], metavar="N,N")
+    parser.add_argument("--chunk", type=int, default=2000)
+    parser.add_argument("--save", choices=("inputs", "attention"), default="inputs")
+    args = parser.parse_args(argv)
+    print("| layers | tokens | predicted, MiB | counted, MiB |\n|---|---|---|---|")
+    for layers in args.layers:
+        model = model_of(QWEN3_8B, layers, torch.bfloat16)
+        for tokens in args.tokens:
+            schedule = streambp_fx.explain(model, tokens, chunk=args.chunk, save=args.save)
+            predicted = schedule.cost.peak(schedule.cost.sizes(tokens)).total
+            found = counted(schedule, tokens)
+            share = f"{predicted / found - 1:+.2%}"
+            print(
+                f"| {layers} | {tokens:,} | {predicted / MIB:,.1f} | {found / MIB:,.1f} ({share}) |",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Bytes counted without memory are those of a step that runs."""
+
+import pytest
+import torch
+
+import streambp_fx
+from benchmarks.counted import counted, main, model_of
+from benchmarks.gpu import TINY
+from streambp_fx.report.live import peak_live_bytes
+
+CONFIG = {**TINY, "vocab_size": 5000}
+
+
+@pytest.mark.parametrize(
+    "save", ["inputs", pytest.param("attention", marks=pytest.mark.slow)], ids=["inputs", "attention"]
+)
+def test_the_same_as_of_a_step_that_runs(save):
+    options = {"chunk": 64, "loss_chunk": 16, "save": save}
+    model = model_of(CONFIG, 2, torch.bfloat16)
+    found = counted(streambp_fx.explain(model, 300, **options), 300)
+    model = model.to_empty(device="cpu").train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    for module in model.modules():  # what `to_empty` left without values
+        if hasattr(module, "inv_freq"):
+            module.inv_freq.fill_(0.5)
+    streambp_fx.transform(model, **options)
+    ids = torch.arange(300)[None] % 97
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    step()
+    known = [t for p in model.parameters() for t in (p, p.grad)]
+    live = peak_live_bytes(step, [*known, *model.buffers(), ids])
+    assert found == pytest.approx(live, rel=0.01) and live > 2**20
+
+
+def test_the_table(capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.counted.QWEN3_8B", CONFIG)
+    assert main(["--layers", "1", "--tokens", "200", "--chunk", "64"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("| 1 | 200 | ") and row.endswith("%) |")
