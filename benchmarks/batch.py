@@ -86,16 +86,15 @@ class Predicted:
 
     def __init__(self, workload: Workload) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
 
         from streambp_fx.plan import Planner
+
+        from .gpu_steps import make_model
 
         config = dict(workload.config or {})
         if not config:
             raise BenchmarkError(f"the batch of {workload.source} cannot be predicted: it has no config here")
-        with torch.device("meta"):
-            made = AutoConfig.for_model(config.pop("model_type"), **config)
-            model = AutoModelForCausalLM.from_config(made, dtype=getattr(torch, workload.dtype)).train()
+        model = make_model(config, "meta", getattr(torch, workload.dtype))
         # Captured with a batch of two, the batch size is a symbol.
         self.planner = Planner(model, batch_size=2, loss_chunk=LOSS_CHUNK)
         self.tokens = workload.tokens

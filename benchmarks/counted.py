@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 from streambp_fx.passes.ir import expression
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,24 +27,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 import streambp_fx
 from streambp_fx.report.live import LiveBytes
 from streambp_fx.runtime.executor import Executor
-from streambp_fx.runtime.head import CHUNKS, LIMITS
+from streambp_fx.runtime.head import LIMITS
 from streambp_fx.runtime.questions import Questions
 from streambp_fx.runtime.streamed import SegmentRunner
 from streambp_fx.schedule import Schedule
 
 from .gpu import QWEN3_8B
-
-MIB = 2**20
-
-
-def model_of(config: dict[str, Any], layers: int, dtype: torch.dtype) -> nn.Module:
-    """A model without weights, cut to some layers."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    values = {**config, "num_hidden_layers": layers}
-    kind = CONFIG_MAPPING[values.pop("model_type")]
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(kind(**values), dtype=dtype)
+from .gpu_steps import make_model
+from .tables import MIB
 
 
 def counted(schedule: Schedule, tokens: int) -> int:
@@ -95,8 +84,7 @@ def _without_data() -> Iterator[None]:
 
     def answered(questions: Questions) -> None:
         for key, value in questions._open.items():
-            count = value.numel()
-            questions._answers[key] = [{CHUNKS: 1, LIMITS: sys.maxsize}.get(key, 1)] * count  # type: ignore
+            questions._answers[key] = [sys.maxsize if key == LIMITS else 1] * value.numel()
         questions._open.clear()
 
     def traced(*args: Any) -> Any:
@@ -121,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print("| layers | tokens | predicted, MiB | counted, MiB |\n|---|---|---|---|")
     for layers in args.layers:
-        model = model_of(QWEN3_8B, layers, torch.bfloat16)
+        model = make_model({**QWEN3_8B, "num_hidden_layers": layers}, "meta", torch.bfloat16)
         for tokens in args.tokens:
             schedule = streambp_fx.explain(model, tokens, chunk=args.chunk, save=args.save)
             predicted = schedule.cost.peak(schedule.cost.sizes(tokens)).total

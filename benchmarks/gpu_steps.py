@@ -7,7 +7,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -55,13 +55,13 @@ class Job:
     unit: int = 1024
 
 
-def make_model(job: Job, dtype: torch.dtype) -> nn.Module:
-    """A model with random weights, made on the device: the same for every mode."""
+def make_model(given: Mapping[str, Any], device: str, dtype: torch.dtype) -> nn.Module:
+    """A model with random weights, made on a device, from a config with its type: each time the same."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = dict(job.config)
+    fields = dict(given)
     torch.manual_seed(0)
-    with torch.device(job.device):
+    with torch.device(device):
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
@@ -96,7 +96,7 @@ class Steps:
 
     def __init__(self, job: Job, started: float) -> None:
         self.job, self.started = job, started
-        self.model = make_model(job, getattr(torch, job.dtype))
+        self.model = make_model(job.config, job.device, getattr(torch, job.dtype))
         clear_gradients(self.model)
         self.step = make_step(self.model, job)
         self.vocab = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -212,7 +212,7 @@ def exactness(job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": job.exact}
     for dtype in dict.fromkeys((torch.float32, small)):
         for name in ("eager", job.mode):
-            model = make_model(job, torch.float32).to(small).to(dtype)
+            model = make_model(job.config, job.device, torch.float32).to(small).to(dtype)
             step = make_step(model, replace(job, mode=name))
             ids = random_tokens(job.config["vocab_size"], job.exact).view(1, -1).to(job.device)
             clear_gradients(model)

@@ -23,7 +23,8 @@ from streambp_fx.report.live import peak_live_bytes
 from streambp_fx.report.measure import StepSpec, run_isolated
 from streambp_fx.report.models import load_model, random_tokens
 
-MIB = 2**20
+from .tables import MIB
+
 _IDS = {"vocab_size": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SHAPE = {
     **_IDS,

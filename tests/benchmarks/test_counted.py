@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import streambp_fx
-from benchmarks.counted import counted, main, model_of
+from benchmarks.counted import counted, main
 from benchmarks.gpu import TINY
+from benchmarks.gpu_steps import make_model
 from streambp_fx.report.live import peak_live_bytes
 
 CONFIG = {**TINY, "vocab_size": 5000}
@@ -16,7 +17,7 @@ CONFIG = {**TINY, "vocab_size": 5000}
 )
 def test_the_same_as_of_a_step_that_runs(save):
     options = {"chunk": 64, "loss_chunk": 16, "save": save}
-    model = model_of(CONFIG, 2, torch.bfloat16)
+    model = make_model({**CONFIG, "num_hidden_layers": 2}, "meta", torch.bfloat16)
     found = counted(streambp_fx.explain(model, 300, **options), 300)
     model = model.to_empty(device="cpu").train()
     for parameter in model.parameters():

@@ -145,7 +145,7 @@ def default_dtype(dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sample(["llama", "bloom"], "bloom"))
+@pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_default_dtype(family: str) -> None:
     with default_dtype(torch.float64):
         eager = build(family, dtype=torch.float64)

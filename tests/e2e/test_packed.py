@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import RTOL, STANDIN, assert_all_chunked, check_exact, compare, in_double, step, transform
-from e2e_models import CHUNK, VOCAB, build, sample
+from e2e_models import CHUNK, VOCAB, build
 from transformers import DataCollatorWithFlattening
 
 import streambp_fx
@@ -63,7 +63,7 @@ def test_packed_documents_are_exact_and_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sample(["gemma3_text", "gpt_neox", "qwen3"], "gemma3_text", "gpt_neox"))
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "qwen3"])
 @pytest.mark.parametrize("impl", ["sdpa", "eager"])
 def test_packed_documents_of_other_families(family: str, impl: str) -> None:
     check_exact(lambda: build(family, impl), {"packed": packed(documents(), return_flash_attn_kwargs=True)})
