@@ -6,13 +6,16 @@ that happens to equal the sequence length says nothing: the sequence is a symbol
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.fx import Node
 
 from .capture import CapturedGraph
-from .custom_gradient import CustomFunction, custom_layout
+from .custom_gradient import CustomFunction
+from .custom_rows import custom_layout
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
-from .rules import RULES, RuleContext
+from .rules import RuleContext, rule_of
 from .rules.pointwise import align, pointwise
 
 UNKNOWN = "the sequence axis of"
@@ -78,7 +81,9 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
         if opaque is not None:
             facts.opaque[node] = opaque
         return (None,) * tensors_of(node)[0].dim()
-    function = custom_layout if isinstance(node.target, CustomFunction) else RULES.get(node.target)
+    function = rule_of(node.target)
+    if isinstance(node.target, CustomFunction):
+        function = partial(custom_layout, analysis=axes)
     try:
         if opaque is not None:
             raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")
@@ -119,7 +124,7 @@ def _healed(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     Broadcasting against a value with known rows still tells which dim carries the sequence; that the
     rows depend on all of the sequence is kept by the refusal, which keeps the region unchunked.
     """
-    if RULES.get(node.target) is not pointwise or not facts.carries(node):
+    if rule_of(node.target) is not pointwise or not facts.carries(node):
         return None
     known = [n for n in operands(node) if tensors_of(n) and facts.layouts.get(n) is not None]
     try:

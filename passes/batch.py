@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from .axes import axes
 from .capture import source_line
 from .custom_gradient import CustomFunction
+from .custom_rows import custom_layout
 from .ir import Axis, Facts, Kind, Layout, NotSeparable, Role, Segment, operands, shape_of, tensors_of
-from .rules import RULES, RuleContext, forbid, merge_aligned
+from .rules import RuleContext, forbid, merge_aligned, rule_of
 from .rules.contractions import sdpa_arguments
+from .size_operands import check_sizes, mentions
 
 aten = torch.ops.aten
 
@@ -67,7 +70,8 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
         size: the symbol of the batch size.
         states: values of the segment's program that are kept for later chunks.
     """
-    asked = Facts(facts.module, size, facts.parameters, facts.differentiable)
+    asked = Facts(facts.module, size, facts.parameters, facts.differentiable, values=facts.values)
+    asked.needs_grad = facts.needs_grad
     context = RuleContext(asked)
     given = {*segment.rows, *segment.constants, *segment.whole}
     for node in _computed(facts, segment, given):
@@ -125,12 +129,6 @@ def _place(layout: Layout | None) -> Place | None:
 
 # ---- rules that differ from those of the sequence
 
-# The argument of an op that may hold the batch size: the sizes of its result.
-SHAPES = {
-    aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,
-    aten.broadcast_to.default: 1, aten.unflatten.int: 2, aten.new_ones.default: 1, aten.new_zeros.default: 1,
-    aten.new_full.default: 1, aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0,
-}  # fmt: skip
 REPEATS = {aten.expand.default, aten.broadcast_to.default}
 FILLS = {
     aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.zeros.default,
@@ -142,14 +140,16 @@ def _layout(context: RuleContext, node: Node, given: bool) -> Layout:
     facts = context.facts
     if given or node.op in ("placeholder", "get_attr"):
         return _seeded(facts, node)
-    if not any(facts.carries(n) or _mentions(facts, n) for n in (node, *operands(node))):
+    if not any(facts.carries(n) or mentions(facts, n) for n in (node, *operands(node))):
         return (None,) * tensors_of(node)[0].dim()
-    _sizes_are_sizes(facts, node)
+    if isinstance(node.target, CustomFunction):
+        return custom_layout(context, node, axes)
+    check_sizes(facts, node, "batch size")
     if node.target in FILLS | REPEATS:
         return _repeated(context, node)
     if node.target is aten.scaled_dot_product_attention.default:
         return _attention(context, node)
-    rule = RULES.get(node.target)
+    rule = rule_of(node.target)
     if rule is None:
         raise NotSeparable("there is no rule for it")
     return rule(context, node)
@@ -167,23 +167,6 @@ def _seeded(facts: Facts, node: Node) -> Layout:
     if sum(axis is not None for axis in found) > 1:
         raise NotSeparable("two of its dims have the batch size")
     return tuple(found)
-
-
-def _mentions(facts: Facts, node: Node) -> bool:
-    """True for a number that is made of the batch size."""
-    value = node.meta.get("val")
-    numbers = torch.SymInt | torch.SymFloat | torch.SymBool
-    return isinstance(value, numbers) and facts.sequence in value.node.expr.free_symbols
-
-
-def _sizes_are_sizes(facts: Facts, node: Node) -> None:
-    """Raise if the batch size is an operand, and not a size of the result."""
-    numbers = [n for n in operands(node) if _mentions(facts, n)]
-    allowed: list[Node] = []
-    if node.target in SHAPES and len(node.args) > SHAPES[node.target]:
-        torch.fx.node.map_arg(node.args[SHAPES[node.target]], allowed.append)
-    if any(n not in allowed for n in numbers):
-        raise NotSeparable("it computes with the batch size")
 
 
 def _repeated(context: RuleContext, node: Node) -> Layout:

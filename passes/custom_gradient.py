@@ -15,14 +15,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
-    make_fx,
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
-
-from .ir import Facts, Layout, NotSeparable, expression, shape_of
-from .rules import RuleContext
-from .rules.pointwise import align, pointwise_ops
 
 _count = itertools.count()
 
@@ -111,51 +106,3 @@ class Retrace(Interpreter):
             output = function(*inputs)
         proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
         return track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
-
-
-def custom_layout(context: RuleContext, node: Node) -> Layout:
-    """Rows stay rows if every op of forward and backward is elementwise on one shape."""
-    function = node.target
-    assert isinstance(function, CustomFunction)
-    inputs = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta.get("val"), torch.Tensor)]
-    shapes = {shape_of(n) for n in inputs}
-    if len(shapes) != 1:
-        raise NotSeparable("a custom autograd function of operands of different shapes")
-    _check_elementwise(context.facts, node, function)
-    outputs = pytree.tree_leaves(node.meta["val"])
-    sizes = [tuple(expression(s) for s in o.shape) for o in outputs if isinstance(o, torch.Tensor)]
-    if any(s not in shapes for s in sizes):
-        raise NotSeparable("a custom autograd function that changes the shape")
-    return align(context, inputs[0], inputs)
-
-
-def _check_elementwise(facts: Facts, node: Node, function: CustomFunction) -> None:
-    """Trace forward and backward on small tensors and look at the ops."""
-    small = [_small(a) for a in node.args]
-
-    def both(*tensors: Any) -> Any:
-        output, saved = Interpreter(function.forward).run(*tensors)
-        outputs = output if isinstance(output, (tuple, list)) else [output]
-        return outputs, Interpreter(function.backward).run(*outputs, *saved)
-
-    try:
-        with torch.no_grad():
-            traced = make_fx(both)(*small)
-    except Exception as error:
-        raise NotSeparable(f"a custom autograd function that cannot be looked into ({error})") from error
-    allowed = set(pointwise_ops())
-    for inner in traced.graph.nodes:
-        if inner.op != "call_function":
-            continue
-        value = inner.meta.get("val")
-        same = isinstance(value, torch.Tensor) and tuple(value.shape) in ((2, 3), ())
-        if inner.target not in allowed or not same:
-            raise NotSeparable(f"a custom autograd function that uses {inner.target}")
-
-
-def _small(argument: Any) -> Any:
-    """A stand-in for an argument: a small tensor, a number, or the argument itself."""
-    value = argument.meta["val"] if isinstance(argument, Node) else argument
-    if isinstance(value, torch.Tensor):
-        return torch.ones(2, 3, dtype=value.dtype)
-    return 6 if isinstance(argument, Node) else argument

@@ -22,10 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from .capture import SymbolTable, new_fake_mode
 from .cost import storage_of, tensor_bytes
+from .environment import Environment
 from .extract import Subgraph
-from .ir import Facts, expression
+from .ir import Facts
 
 
 class WholeStep:
@@ -45,19 +45,13 @@ class WholeStep:
 
     def __init__(self, facts: Facts, part: Subgraph, backward: bool = True) -> None:
         self.facts, self.part = facts, part
-        self.mode = new_fake_mode()
-        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
-        assert self.mode.shape_env is not None
-        table = SymbolTable(self.mode.shape_env)
-        self._sizes: dict[sympy.Symbol, Any] = {}
-        for symbol, hint in facts.values.items():  # symbols are at least 2
-            self._sizes[symbol] = table.new(str(symbol), max(2, hint))
-            self.symbols[expression(self._sizes[symbol])] = symbol
+        environment = Environment(facts.values)
+        self.mode, self.symbols = environment.mode, environment.symbols
         self.wanted = [k for k, n in enumerate(part.inputs) if n in facts.needs_grad]
         self.outputs = [k for k, n in enumerate(part.outputs) if n in facts.needs_grad]
         self.backward = backward and bool(self.wanted) and bool(self.outputs)
         cotangents = [part.outputs[k] for k in self.outputs] if self.backward else []
-        self.flat = [self._like(n.meta["val"]) for n in (*part.inputs, *cotangents)]
+        self.flat = [environment.like(n.meta["val"]) for n in (*part.inputs, *cotangents)]
 
     def traced(self) -> tuple[GraphModule, int]:
         """A graph of ATen ops whose outputs are the values and then the gradients; the number of values."""
@@ -85,20 +79,6 @@ class WholeStep:
         outputs, coming = zip(*roots, strict=True)
         found = torch.autograd.grad(outputs, [given[k] for k in self.wanted], coming, allow_unused=True)
         return [*values, *(g for g in found if g is not None)]
-
-    def _like(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return self._size(value) if isinstance(value, torch.SymInt) else value
-        shape, stride = ([self._size(s) for s in sizes] for sizes in (value.shape, value.stride()))
-        with self.mode:
-            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-
-    def _size(self, size: int | torch.SymInt) -> Any:
-        expr = expression(size)
-        if expr.is_Integer:
-            return int(expr)
-        symbols = sorted(expr.free_symbols, key=str)
-        return sympy.lambdify(symbols, expr)(*(self._sizes[s] for s in symbols))
 
 
 class _Meter(TorchDispatchMode):

@@ -27,6 +27,10 @@ class TakeOver:
     NOTE [checkpointing flips]: trainers switch it off and on again around a reference model's step, with a
     new function and one more hook on the embeddings each time. A graph that was captured with them would be
     captured again in every step.
+
+    NOTE [hooks without checkpointing]: such a hook stays on the embeddings of a model whose user switched
+    checkpointing off, or never on (`enable_input_require_grads`). It marks a value so that checkpointed layers
+    get a gradient, which is nothing to a streamed step, and Dynamo refuses it. So it is off in any case.
     """
 
     def __init__(self) -> None:
@@ -34,12 +38,12 @@ class TakeOver:
 
     @contextlib.contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
-        """Within: no layer of `model` checkpoints itself. Afterwards: as before."""
+        """Within: no layer of `model` checkpoints itself, and the hooks for it are off. Afterwards: as before."""
         on = [m for m in model.modules() if getattr(m, SWITCH, False) is True]
         if on and not self._said:
             self._said = True
             warnings.warn(TAKEN_OVER, StreamBPWarning, stacklevel=6)
-        hooked = [(m._forward_hooks, dict(m._forward_hooks)) for m in model.modules() if on and _is_hooked(m)]
+        hooked = [(m._forward_hooks, dict(m._forward_hooks)) for m in model.modules() if _is_hooked(m)]
         for module in on:
             setattr(module, SWITCH, False)
         for hooks, _ in hooked:

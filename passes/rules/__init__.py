@@ -20,7 +20,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of these ops."""
+    """Register a function as the rule of these ops; those of other packages by name, "package::op"."""
 
     def register(function: Rule) -> Rule:
         for op in ops:
@@ -29,6 +29,11 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of what a node calls."""
+    return RULES.get(target) or RULES.get(getattr(getattr(target, "_schema", None), "name", None))
 
 
 class RuleContext:
@@ -88,4 +93,4 @@ def merge_aligned(result: list[Axis | None], layout: Layout, shape: Sequence[sym
             result[-offset] = merge_axis(result[-offset], axis)
 
 
-from . import contractions, indexing, pointwise, reductions, shapes  # noqa: E402,F401
+from . import contractions, indexing, pointwise, quantised, reductions, shapes  # noqa: E402,F401
