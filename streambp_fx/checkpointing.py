@@ -29,8 +29,8 @@ class TakeOver:
     captured again in every step.
 
     NOTE [hooks without checkpointing]: such a hook stays on the embeddings of a model whose user switched
-    checkpointing off, or never on (`enable_input_require_grads`). It marks a value so that checkpointed layers
-    get a gradient, which is nothing to a streamed step, and Dynamo refuses it. So it is off in any case.
+    checkpointing off, or never on (`enable_input_require_grads`). It marks a value so that checkpointed
+    layers get a gradient, which is nothing to a streamed step, and Dynamo refuses it: it is off in any case.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class TakeOver:
 
     @contextlib.contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
-        """Within: no layer of `model` checkpoints itself, and the hooks for it are off. Afterwards: as before."""
+        """Within: no layer of `model` checkpoints itself, nor is marked for it. Afterwards: as before."""
         on = [m for m in model.modules() if getattr(m, SWITCH, False) is True]
         if on and not self._said:
             self._said = True
