@@ -16,27 +16,50 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
+class Marks:
+    """What the trace has recorded since the last change of origin is marked with that origin."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.current: tuple[Node, bool] | None = None
+        self.last = graph._root._prev
+
+    def switch(self, origin: tuple[Node, bool] | None) -> None:
+        end = self.graph._root._prev
+        while self.last is not end:
+            self.last = self.last._next
+            if self.current is not None:
+                _mark(self.last, *self.current)
+        self.current = origin
+
+
 class Origins:
-    """Marks of one trace. Outside a trace it does nothing."""
+    """Marks of one trace. Outside a trace it does nothing.
+
+    Hooks of autograd's nodes refer to the marks and not to `seen`, which refers to those nodes: the collector
+    does not see through a node, so the cycle would keep every traced graph for good.
+    """
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
-        self.graph: Graph | None = None if mode is None else mode.tracer.graph
-        self.current: tuple[Node, bool] | None = None
-        self.last: Node | None = None if self.graph is None else self.graph._root._prev
+        self.marks = None if mode is None else Marks(mode.tracer.graph)
         self.seen: set[Any] = set()
 
     @contextmanager
     def of(self, node: Node) -> Iterator[None]:
         """Within: what is recorded comes from `node`."""
-        before = self.current
-        self._switch((node, False))
+        if self.marks is None:
+            yield
+            return
+        before = self.marks.current
+        self.marks.switch((node, False))
         yield
-        self._switch(before)
+        self.marks.switch(before)
 
     def follow(self, value: Any, node: Node) -> None:
         """What differentiates `value`, as far as no earlier node has claimed it, comes from `node`."""
-        if self.graph is None:
+        marks = self.marks
+        if marks is None:
             return
         leaves = [v for v in torch.utils._pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
         pending = [v.grad_fn for v in leaves]
@@ -45,22 +68,13 @@ class Origins:
             if function is None or function in self.seen:
                 continue
             self.seen.add(function)
-            function.register_prehook(lambda gradients: self._switch((node, True)))
+            function.register_prehook(lambda gradients: marks.switch((node, True)))
             pending.extend(f for f, _ in function.next_functions)
 
     def finish(self) -> None:
         """Mark what was recorded last."""
-        self._switch(None)
-
-    def _switch(self, origin: tuple[Node, bool] | None) -> None:
-        if self.graph is None or self.last is None:
-            return
-        end = self.graph._root._prev
-        while self.last is not end:
-            self.last = self.last._next
-            if self.current is not None:
-                _mark(self.last, *self.current)
-        self.current = origin
+        if self.marks is not None:
+            self.marks.switch(None)
 
 
 def _mark(recorded: Node, node: Node, backward: bool) -> None:

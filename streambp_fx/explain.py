@@ -67,7 +67,7 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
             transform(model)
             streamed = vars(model)["forward"]
             streamed.options = options
-            streamed._compiled = streamed._compile(functools.partial(_explain_graph, streamed, found))
+            streamed._compiled = streamed._compile(functools.partial(_explain_graph, found))
             with torch.enable_grad():
                 yield
     finally:
@@ -76,7 +76,7 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
 
 
 def _explain_graph(
-    owner: StreamedForward, found: list[Schedule], module: GraphModule, example_inputs: Sequence[Any]
+    found: list[Schedule], owner: StreamedForward, module: GraphModule, example_inputs: Sequence[Any]
 ) -> Any:
     dims, cpu = owner.sequence_dims, torch.device("cpu")
     compile_graph(module, example_inputs, owner.options, found.append, dims, meta_as=cpu)

@@ -10,7 +10,7 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "label
 _all: weakref.WeakSet[StreamedForward] = weakref.WeakSet()
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
+# From a streamed forward, its captured graph and example inputs to what runs the graph.
+Lower = Callable[["StreamedForward", torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 def transform(
@@ -170,6 +172,7 @@ class StreamedForward:
         _all.add(self)
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
+        self._lower: Lower = _stream
         self._begun = False
         self._take_over = TakeOver()
         self._modes: list[Any] = []
@@ -278,8 +281,12 @@ class StreamedForward:
         first, self._begun = not self._begun, True
         return announced("the first training step") if first else contextlib.nullcontext()
 
-    def _compile(self, backend: Any = None) -> Any:
-        """A function of its own for this model, so that its compiled code is not shared with other models."""
+    def _compile(self, lower: Lower | None = None) -> Any:
+        """A function of its own for this model, so that its compiled code is not shared with other models.
+
+        Args:
+            lower: what becomes of a captured graph; None: it is streamed.
+        """
 
         def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
             output = self.captured(**inputs)
@@ -297,7 +304,8 @@ class StreamedForward:
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
         )
-        backend = backend or functools.partial(_backend, owner=self)
+        self._lower = lower or _stream
+        backend = functools.partial(_backend, weakref.ref(self))
         return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
@@ -325,9 +333,33 @@ def _rebuild(output: Any) -> Any:
     return output
 
 
-def _backend(module: torch.fx.GraphModule, example_inputs: list[Any], owner: StreamedForward) -> Any:
-    executor = compile_graph(module, example_inputs, owner.options, owner.report, owner.sequence_dims)
-    return functools.partial(owner._run, executor)
+def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    report = weakref.WeakMethod(owner.report)
+
+    def tell(schedule: Schedule) -> None:
+        method = report()
+        if method is not None:
+            method(schedule)
+
+    return compile_graph(module, example_inputs, owner.options, tell, owner.sequence_dims)
+
+
+def _backend(
+    owner: weakref.ref[StreamedForward], module: torch.fx.GraphModule, example_inputs: list[Any]
+) -> Any:
+    """The backend of one streamed forward.
+
+    NOTE [what PyTorch keeps]: it holds each backend until `torch._dynamo.reset()`, and what the backend gave
+    as long as there is code that calls it. If these held the model, its weights would stay after `del model`.
+    """
+
+    def alive() -> StreamedForward:
+        found = owner()
+        assert found is not None, "called by its owner alone"
+        return found
+
+    executor = alive()._lower(alive(), module, example_inputs)
+    return lambda *inputs: alive()._run(executor, *inputs)
 
 
 def _loggers() -> list[Any]:

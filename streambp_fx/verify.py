@@ -198,14 +198,14 @@ def _rows(rows: Sequence[int] | None, length: int, options: Options) -> tuple[in
 
 
 class _Recorder:
-    """A backend that tries the claims of a graph on its inputs before it runs it."""
+    """Tries the claims of a graph on its inputs before it runs it."""
 
     def __init__(self, rows: tuple[int, ...], everywhere: bool) -> None:
         self.rows, self.everywhere = rows, everywhere
         self.schedules: list[Schedule] = []
         self.probe: IndependenceProbe | None = None
 
-    def backend(
+    def lower(
         self, owner: StreamedForward, module: GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         run = compile_graph(module, example_inputs, owner.options, self.schedules.append, owner.sequence_dims)
@@ -228,7 +228,7 @@ def _prepare(model: nn.Module, options: Options, recorder: _Recorder) -> None:
     transform(model)
     streamed = vars(model)["forward"]
     streamed.options = options
-    streamed._compiled = streamed._compile(functools.partial(recorder.backend, streamed))
+    streamed._compiled = streamed._compile(recorder.lower)
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def errors(family: str, impl: str, dtype: torch.dtype, door: str, scale: float =
 WAYS = [(f, i, d) for f, i in (("llama", "sdpa"), ("gemma2", "eager"), ("gpt_neox", "sdpa")) for d in DOORS]
 
 
-@pytest.mark.parametrize(("family", "impl", "door"), sample(WAYS, WAYS[0], WAYS[-1]))
+@pytest.mark.parametrize(("family", "impl", "door"), sample(WAYS, WAYS[-1]))
 def test_bfloat16(family: str, impl: str, door: str) -> None:
     ours, theirs = errors(family, impl, torch.bfloat16, door)
     assert 0 < ours <= 1.1 * theirs, f"{ours:.4e} against eager's {theirs:.4e}"

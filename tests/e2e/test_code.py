@@ -196,6 +196,7 @@ def test_a_part_of_a_model() -> None:
     assert_close_grads(gradients, want, 1e-12)
 
 
+@pytest.mark.slow
 def test_two_models_with_parameters_of_the_same_name() -> None:
     """The names tell the models apart; the reference has no gradient."""
     policy = build("llama", num_hidden_layers=1)

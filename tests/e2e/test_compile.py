@@ -95,6 +95,7 @@ def test_a_mask_and_a_batch_as_long_as_the_sequence(analysed: list[Any]) -> None
     assert len(analysed) == 2 and all(s.chunked for s in analysed[1].segments)
 
 
+@pytest.mark.slow
 def test_batch_sizes(analysed: list[Any]) -> None:
     """One graph for all, but for a single sequence, for which PyTorch compiles once more."""
     eager = build("llama")
@@ -162,6 +163,7 @@ print("found")
     assert done.stdout.strip() == "found", done.stderr
 
 
+@pytest.mark.slow
 def test_a_float_that_changes(analysed: list[Any]) -> None:
     """A weight of the loss: a constant in the first call, then a number that may change."""
     eager = build("llama")

@@ -145,6 +145,7 @@ torch.compile(f, backend="streambp", options={"chunk": 4})(torch.ones(2, 11, 8),
 """
 
 
+@pytest.mark.slow
 def test_torch_logs_and_torch_trace(tmp_path: Any) -> None:
     """The way people turn PyTorch's logs on: TORCH_LOGS for lines, TORCH_TRACE for what tlparse shows."""
     env = {**os.environ, "TORCH_LOGS": "streambp_fx.passes", "TORCH_TRACE": str(tmp_path)}

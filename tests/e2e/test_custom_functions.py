@@ -175,7 +175,7 @@ def test_rows_apart_are_streamed(name: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("name", sample(ROWS_TOGETHER, "GradientOfAllRows", "CountsEntries"))
+@pytest.mark.parametrize("name", sample(ROWS_TOGETHER, "GradientOfAllRows"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_rows_together_are_not(name: str) -> None:
     function, reason = ROWS_TOGETHER[name]

@@ -134,8 +134,8 @@ def with_mixer(mixer: str, layer: int = 0, **over: Any) -> Any:
     return model
 
 
-OFTEN = ("mean over the sequence", "bidirectional attention", "a mask that looks one row ahead", "flip")
-OFTEN += ("rows that see nothing", "cumsum along the sequence", "mixing across the batch", "mystery op")
+OFTEN = ("bidirectional attention", "a mask that looks one row ahead", "rows that see nothing")
+OFTEN += ("cumsum along the sequence", "mixing across the batch", "mystery op")
 
 
 @pytest.mark.parametrize("mixer", sample(MIXERS, *OFTEN))

@@ -94,6 +94,7 @@ def test_without_matplotlib(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_teacher_without_gradient(tmp_path: Path) -> None:
     """Of a step that ran: for its length. Eagerly the teacher leaves nothing, and is not differentiated."""
     torch._dynamo.reset()

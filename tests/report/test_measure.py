@@ -174,6 +174,7 @@ def test_largest_difference(tmp_path):
         largest_difference(a, save("e", w=[3.0, 4.0]))
 
 
+@pytest.mark.slow
 @linux
 def test_options_reach_transform_and_another_worker_can_run_the_steps(config):
     with pytest.raises(WorkerError, match="unknown option 'evry'"):
