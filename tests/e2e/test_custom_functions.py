@@ -340,7 +340,7 @@ def swapped(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", sample(Swapped.kinds, "gate"))
+@pytest.mark.parametrize("kind", sample(Swapped.kinds))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_operands_and_results(kind: str) -> None:
     _, streamed = check_exact(functools.partial(swapped, kind), BATCHES)

