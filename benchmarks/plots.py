@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,26 +76,32 @@ def draw_cases(
 def draw_sweep(
     axis: str, results: Sequence[Result], size: Any, path: Path, endings: Sequence[str] = ENDINGS
 ) -> list[Path]:
-    """Peak and time against one size, both axes logarithmic.
+    """Peak and time against one size, as far as they were measured, both axes logarithmic.
 
     Args:
         axis: the size's name.
         size: from a workload to its size.
         path: of the pictures, without an ending.
         endings: of the pictures.
+
+    Returns:
+        what was written: nothing without matplotlib or figures.
     """
-    figure = _figure(10, 4)
+    measures: dict[str, Callable[[Result], float | None]] = {
+        "peak, GiB over weights and gradients": lambda r: r.peak_bytes and r.peak_bytes / GIB,
+        "seconds a step": lambda r: r.median,
+    }
+    measures = {what: of for what, of in measures.items() if any(of(r) for r in results)}
+    figure = _figure(5 * len(measures), 4) if measures else None
     if figure is None:
         return []
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, len(measures), squeeze=False)[0]
     modes = list(dict.fromkeys(r.mode.name for r in results))
-    for position, name in enumerate(modes):
-        own = [r for r in results if r.mode.name == name and r.peak_bytes is not None]
-        style = {"color": LINES[position % len(LINES)], "marker": "o", "markersize": 4, "label": name}
-        panels[0].plot([size(r.workload) for r in own], [r.peak_bytes / GIB for r in own], **style)  # type: ignore[operator]
-        timed = [r for r in own if r.median is not None]
-        panels[1].plot([size(r.workload) for r in timed], [r.median for r in timed], **style)
-    for axes, what in zip(panels, ("peak, GiB over weights and gradients", "seconds a step"), strict=True):
+    for axes, (what, of) in zip(panels, measures.items(), strict=True):
+        for position, name in enumerate(modes):
+            own = [r for r in results if r.mode.name == name and of(r)]
+            style = {"color": LINES[position % len(LINES)], "marker": "o", "markersize": 4, "label": name}
+            axes.plot([size(r.workload) for r in own], [of(r) for r in own], **style)
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel=what)
         axes.grid(which="both", color="0.9")
     panels[0].legend(frameon=False, fontsize=8)
