@@ -67,20 +67,25 @@ def _checkpointing(model: Any, spec: StepSpec) -> Step:
     return _whole(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 
+def _loss_rows(spec: StepSpec) -> int:
+    assert spec.loss_chunk is not None, "only ours is chosen"
+    return spec.loss_chunk
+
+
 def _chunked_loss(model: Any, spec: StepSpec) -> Step:
     """Checkpointing; the head and the loss by chunks of rows, none of whose logits is kept."""
     model.train()
     enable_checkpointing(model, bool(spec.options.get("offload")))
-    head = model.get_output_embeddings()
+    head, rows = model.get_output_embeddings(), _loss_rows(spec)
 
-    def part(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(head(rows).float(), labels, reduction="sum")
+    def part(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(head(hidden).float(), labels, reduction="sum")
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
         labels = ids[:, 1:].flatten()
-        chunks = zip(hidden.split(spec.loss_chunk), labels.split(spec.loss_chunk), strict=True)
-        parts = [checkpoint(part, rows, words, use_reentrant=False) for rows, words in chunks]
+        chunks = zip(hidden.split(rows), labels.split(rows), strict=True)
+        parts = [checkpoint(part, some, words, use_reentrant=False) for some, words in chunks]
         return torch.stack(parts).sum() / labels.numel()  # type: ignore[arg-type]
 
     return _whole(loss)
@@ -96,7 +101,7 @@ def _fused_loss(model: Any, spec: StepSpec) -> Step:
     from trl.trainer.utils import add_fused_lm_head
 
     if spec.device == "cpu":
-        trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE = spec.loss_chunk
+        trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE = _loss_rows(spec)
     model.train()
     enable_checkpointing(model, bool(spec.options.get("offload")))
     add_fused_lm_head(model)
@@ -128,7 +133,7 @@ def _reference(model: nn.Module, spec: StepSpec) -> Step:
     module = _load(Path(spec.path) / "streamed_qwen3.py")
     model.train()
     save = bool(spec.options.get("save_attention"))
-    return module.Streamed(model, spec.chunk, spec.loss_chunk, save).step
+    return module.Streamed(model, spec.chunk, _loss_rows(spec), save).step
 
 
 def _load(path: Path) -> Any:

@@ -74,7 +74,7 @@ def make_step(model: nn.Module, job: Job) -> Callable[[torch.Tensor], float]:
         mode.step,
         2**20,
         job.chunk,
-        loss_chunk=LOSS_CHUNK,
+        loss_chunk=None if mode.step == "streamed" else LOSS_CHUNK,
         dtype=job.dtype,
         device=job.device,
         options=dict(mode.options),

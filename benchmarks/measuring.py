@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from streambp_fx.options import Options
 from streambp_fx.report.measure import Measurement, WorkerError, run_isolated
 from streambp_fx.report.models import load_model, save_copy
 
@@ -174,14 +173,12 @@ class Meter:
     def spec(self, workload: Workload, mode: Mode, steps: int) -> PeerSpec:
         """The step of a mode on a workload, for a process."""
         path = self.setup.reference if mode.step == "reference" else None
-        # of tokens; ours are rows of all sequences
-        loss_rows = Options().loss_rows(workload.batch) if mode.step == "streamed" else LOSS_CHUNK
         return PeerSpec(
             self.source(workload),
             mode.step,
             workload.tokens,
             min(workload.chunk, workload.tokens),
-            loss_chunk=loss_rows,
+            loss_chunk=None if mode.step == "streamed" else LOSS_CHUNK,
             dtype=workload.dtype,
             batch_size=workload.batch,
             threads=self.threads,

@@ -15,7 +15,7 @@ import torch
 
 from .errors import BenchmarkError
 
-#: Rows of a chunk of the loss head, for every mode that has one.
+#: Rows of a chunk of the loss head, for every peer that has one; ours is left to choose.
 LOSS_CHUNK = 256
 
 

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from . import sparse_gradients  # noqa: F401  (registers its rewrites)
 from .normalize import is_impure
 from .reuse import reuse
 from .simplify import simplify

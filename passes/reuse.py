@@ -16,8 +16,17 @@ from .ir import expression, tensors_of
 
 aten = torch.ops.aten
 COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
-# In-place overloads whose names cannot be derived, and that of a sum with a product.
-NAMED = {aten.pow.Tensor_Scalar: aten.pow_.Scalar, aten.addmm.default: aten.addmm_.default}
+# In-place overloads whose names cannot be derived, and those of sums with a product or with a few elements.
+NAMED = {
+    aten.pow.Tensor_Scalar: aten.pow_.Scalar,
+    aten.addmm.default: aten.addmm_.default,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+# Kernels that may write over their first operand, each with its form for that and the place of its dim.
+WITH_OUT = {
+    aten._log_softmax.default: (aten._log_softmax.out, 1),
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, 2),
+}
 
 
 def reuse(graph: Graph) -> None:
@@ -28,7 +37,7 @@ def reuse(graph: Graph) -> None:
     tensors that the program was traced with, so a view counts as one whatever op made it.
     """
     lifetimes = Lifetimes(graph)
-    _gradients_of_log_softmax(graph, lifetimes)
+    _log_softmaxes(graph, lifetimes)
     for node in list(graph.nodes):
         target = _in_place(node)
         if target is None:
@@ -127,17 +136,21 @@ def _form(value: Tensor) -> tuple:
     return tuple(expression(s) for s in (*value.shape, *value.stride()))
 
 
-def _gradients_of_log_softmax(graph: Graph, lifetimes: Lifetimes) -> None:
-    """Write the gradient of a log-softmax over the gradient that comes in, which is as wide.
+def _log_softmaxes(graph: Graph, lifetimes: Lifetimes) -> None:
+    """Write a log-softmax over its operand, and its gradient over the gradient that comes in.
 
-    It is the same kernel with another place for its result, so the bits are the same. The kernel reads a row
-    whole before it writes it; that is known of the CPU's, and so it is done there alone.
+    It is the same kernel with another place for its result, so the bits are the same. The kernels read all of
+    a row that they need before they write to it; that is known of the CPU's, and so it is done there alone.
     """
     for node in list(graph.nodes):
-        if node.target is not aten._log_softmax_backward_data.default or node.kwargs:
+        if node.target not in WITH_OUT or node.kwargs or not _on_cpu(node):
             continue
-        gradient = node.args[0]
-        on_cpu = all(v.device.type == "cpu" for v in tensors_of(node))
-        if on_cpu and lifetimes.ends(gradient, node) and _fits(gradient, node):
-            lifetimes.take(gradient, node)
-            node.target, node.kwargs = aten._log_softmax_backward_data.out, {"out": gradient}
+        operand, dim = node.args[0], node.args[WITH_OUT[node.target][1]]
+        last = dim in (-1, len(tensors_of(node)[0].shape) - 1)
+        if last and lifetimes.ends(operand, node) and _fits(operand, node):
+            lifetimes.take(operand, node)
+            node.target, node.kwargs = WITH_OUT[node.target][0], {"out": operand}
+
+
+def _on_cpu(node: Node) -> bool:
+    return all(v.device.type == "cpu" for v in tensors_of(node))

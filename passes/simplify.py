@@ -110,7 +110,7 @@ def _rewritten(program: Program, node: Node) -> Node | None:
     """What a rule put in the place of a node; None if there is no rule for it."""
     if node._erased or node.target not in RULES or not node.users or not program.stays(node, node):
         return None
-    if program.is_double and _dtype(node) != torch.float64:
+    if program.is_double and dtype_of(node) != torch.float64:
         return None
     for function in RULES[node.target]:
         new = function(program, node)
@@ -128,7 +128,7 @@ def sum_with_product(program: Program, node: Node) -> Node | None:
 
     It takes the place of the product, or, where x is made later, that of x.
     """
-    if node.kwargs or not _is_plain(node):
+    if node.kwargs or not is_plain(node):
         return None
     left, right = node.args
     found = [(p, x) for x, p in ((left, right), (right, left)) if _summand(p) is not None]
@@ -184,7 +184,7 @@ def _may_wait(product: Node) -> bool:
 @rule(aten.add.Tensor)
 def sum_with_elementwise_product(program: Program, node: Node) -> Node | None:
     """`x + a * b` -> `addcmul(x, a, b)` in the place of the elementwise product."""
-    if node.kwargs or not _is_plain(node) or _dtype(node) not in FULL_PRECISION:
+    if node.kwargs or not is_plain(node) or dtype_of(node) not in FULL_PRECISION:
         return None
     for other, product in (node.args, node.args[::-1]):
         factors = product.args
@@ -199,7 +199,7 @@ def sum_with_elementwise_product(program: Program, node: Node) -> Node | None:
 @rule(aten.add.Tensor)
 def sum_of_slices(program: Program, node: Node) -> Node | None:
     """Gradients of the two parts of a tensor, each with zeros for the other: the parts, joined."""
-    if node.kwargs or not _is_plain(node):
+    if node.kwargs or not is_plain(node):
         return None
     parts = sorted((_part(n) for n in node.args if _part(n) is not None), key=lambda p: p[1:3])
     if len(parts) != 2:
@@ -223,12 +223,12 @@ def _part(node: Node) -> Any:
     return gradient, start, min(end, size), size, dim % len(sizes)
 
 
-def _is_plain(node: Node) -> bool:
+def is_plain(node: Node) -> bool:
     """True if an op of two operands reads two different values of its own shape and dtype."""
     first, second = node.args
     if not isinstance(first, Node) or not isinstance(second, Node) or first is second:
         return False
-    if any(len(tensors_of(n)) != 1 or _dtype(n) != _dtype(node) for n in (first, second)):
+    if any(len(tensors_of(n)) != 1 or dtype_of(n) != dtype_of(node) for n in (first, second)):
         return False
     return shape_of(first) == shape_of(second) == shape_of(node)
 
@@ -240,7 +240,7 @@ def _multiple(node: Node) -> float | None:
     """The number by which an op multiplies its first operand, if that is what it does."""
     if node.target not in MULTIPLES or node.kwargs or not isinstance(node.args[0], Node):
         return None
-    if _dtype(node) != _dtype(node.args[0]) or not _dtype(node).is_floating_point:
+    if dtype_of(node) != dtype_of(node.args[0]) or not dtype_of(node).is_floating_point:
         return None
     if node.target is aten.neg.default:
         return -1.0
@@ -274,7 +274,7 @@ def scalar_into_products(program: Program, node: Node) -> Node | None:
         if reader.target not in FACTORS or operand in others:
             return None
         scaled = reader.target is aten.mm.default
-        if scaled and not (_is_smaller(reader, source) and _dtype(node) in FULL_PRECISION):
+        if scaled and not (_is_smaller(reader, source) and dtype_of(node) in FULL_PRECISION):
             return None
         if scaled and not program.stays(reader, reader):
             return None
@@ -300,7 +300,7 @@ def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
 @rule(aten.mul.Tensor)
 def scalar_before_expand(program: Program, node: Node) -> Node | None:
     """`x * (expand(v) * s)` -> `x * expand(v * s)`: the same bits."""
-    if node.kwargs or not _is_plain(node):
+    if node.kwargs or not is_plain(node):
         return None
     for wide, multiple in (node.args, node.args[::-1]):
         if _multiple(multiple) is None or len(multiple.users) != 1:
@@ -316,7 +316,7 @@ def scalar_before_expand(program: Program, node: Node) -> Node | None:
 @rule(aten.mul.Tensor)
 def scalar_to_expanded_factor(program: Program, node: Node) -> Node | None:
     """`(x * s) * expand(v)` -> `x * expand(v * s)`."""
-    if node.kwargs or not _is_plain(node) or _dtype(node) not in FULL_PRECISION:
+    if node.kwargs or not is_plain(node) or dtype_of(node) not in FULL_PRECISION:
         return None
     for multiple, spread in (node.args, node.args[::-1]):
         factor = _multiple(multiple)
@@ -347,7 +347,7 @@ def _storages(*nodes: Node) -> set[int]:
     return {storage_of(v) for n in nodes for v in tensors_of(n)}
 
 
-def _dtype(node: Node) -> torch.dtype:
+def dtype_of(node: Node) -> torch.dtype:
     return tensors_of(node)[0].dtype
 
 

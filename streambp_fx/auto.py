@@ -1,11 +1,11 @@
-"""`chunk="auto"` and `policy="auto"`: chosen by the cost model for the memory that is free."""
+"""What is left open is chosen by the cost model: chunk, memory policy, chunk of the loss head."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +46,33 @@ def choose_rows(
     return next((rows for rows in sizes if peak(rows) <= budget), sizes[-1])
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen for a length: a memory policy, and rows of a chunk of a layer and of the loss head."""
+
+    policy: Policy
+    rows: int
+    loss_rows: int
+
+
 class AutoExecutor:
-    """A compiled graph whose chunk, or memory policy, is chosen: once for each length (to the next `STEP`).
+    """A compiled graph whose chunk, loss chunk or memory policy is chosen: once for each length (to the next
+    `STEP`).
 
     Args:
         facts: facts of the graph.
         options: `memory` is the budget; without one, a share of what is free on the device.
-        chosen: called with the options that were chosen.
+        chosen: called with the options that were chosen, and with the rows of a loss chunk.
     """
 
-    def __init__(self, facts: Facts, options: Options, chosen: Callable[[Options], None]) -> None:
+    def __init__(self, facts: Facts, options: Options, chosen: Callable[[Options, int], None]) -> None:
         self.facts, self.options, self.chosen = facts, options, chosen
         auto = options.policy == "auto"
         self.policies = candidates(options.stored) if auto else [options.stored]
         first = Executor(facts, options.storing(self.policies[0]))
         self.executors = {self.policies[0]: first}
         self.costs: dict[Policy, StepCost] = {}
-        self.choices: dict[tuple[int, ...], tuple[Policy, int]] = {}
+        self.choices: dict[tuple[int, ...], Choice] = {}
 
     @property
     def sweeps(self) -> int:
@@ -83,26 +93,41 @@ class AutoExecutor:
         return self.executors[self.policies[0]].accepts(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        policy, rows = self.choice(inputs)
-        return self.storing(policy)(*inputs, rows=rows)
+        found = self.choice(inputs)
+        return self.storing(found.policy)(*inputs, rows=found.rows, loss_rows=found.loss_rows)
 
-    def choice(self, inputs: Sequence[Any]) -> tuple[Policy, int]:
-        """The policy and the rows of a chunk for inputs of the graph, parameters among them."""
+    def choice(self, inputs: Sequence[Any]) -> Choice:
+        """What is chosen for inputs of the graph, parameters among them."""
         sizes = self.executors[self.policies[0]].sizes(inputs)
         tokens = sizes[self.facts.sequence]  # type: ignore[index]
         others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
         up_to = -(-tokens // STEP) * STEP
-        key = (up_to, *others.values())
+        key = (torch.is_grad_enabled(), up_to, *others.values())
         if key not in self.choices:
-            found = self._choose(up_to if tokens > STEP else tokens, others, inputs)
+            length = up_to if tokens > STEP else tokens
+            policy, rows = self._choose(length, others, inputs)
+            found = Choice(policy, rows, self._loss_rows(policy, length, others, rows))
             self.choices[key] = found
-            log.info("for sequences of up to %d tokens: %s, chunk of %d rows", up_to, *found)
-            self.chosen(replace(self.options.storing(found[0]), chunk=found[1]))
+            told = (up_to, policy, rows, found.loss_rows)
+            log.info("for sequences of up to %d tokens: %s, chunk of %d rows, loss chunk of %d", *told)
+            self.chosen(replace(self.options.storing(policy), chunk=rows), found.loss_rows)
         return self.choices[key]
+
+    def _loss_rows(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
+        """As many rows of the loss head at once as the step has memory for at its peak, wherever that is."""
+        sequences = self.executors[self.policies[0]].sequences(others)
+        least = self.options.loss_rows(sequences)
+        if tokens <= least or not torch.is_grad_enabled():
+            return least
+        more = self.options.more_loss_rows(sequences)
+        peak = self._peak(policy, tokens, others, rows) if more else 0
+        return next((n for n in more if self._peak(policy, tokens, others, rows, n) <= peak), least)
 
     def _choose(
         self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]
     ) -> tuple[Policy, int]:
+        if self.options.chunk != "auto" and len(self.policies) == 1:
+            return self.policies[0], self.options.rows
         budget = self.options.memory_bytes
         if budget is None:
             budget = activation_budget([v for v in inputs if isinstance(v, Tensor)])
@@ -123,13 +148,20 @@ class AutoExecutor:
         assert smallest is not None
         return smallest[1:]
 
-    def _peak(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
+    def _peak(
+        self,
+        policy: Policy,
+        tokens: int,
+        others: Mapping[sympy.Symbol, int],
+        rows: int,
+        loss_rows: int | None = None,
+    ) -> int:
         if policy not in self.costs:
             executor = self.storing(policy)
             known = next(iter(self.costs.values()), None)
             self.costs[policy] = StepCost(self.facts, self.options.storing(policy), executor, known)
         cost = self.costs[policy]
-        return cost.peak(cost.sizes(tokens, rows, others)).total
+        return cost.peak(cost.sizes(tokens, rows, others, loss_rows)).total
 
     def storing(self, policy: Policy) -> Executor:
         """The executor with this memory policy."""

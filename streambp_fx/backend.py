@@ -189,7 +189,7 @@ class CompiledGraph:
         return executor
 
     def _executor(self, facts: Facts, schedule: Schedule) -> Executor | AutoExecutor:
-        open_choice = "auto" in (self.options.chunk, self.options.policy)
+        open_choice = "auto" in (self.options.chunk, self.options.loss_chunk, self.options.policy)
         try:
             if open_choice and any(s.mixings for s in facts.segments):
                 return AutoExecutor(facts, self.options, schedule.choose)

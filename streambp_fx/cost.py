@@ -80,12 +80,19 @@ class StepCost(ProgramCosts):
 
     # ---- the step
 
-    def sizes(self, tokens: int, chunk: int | None = None, others: Mapping | None = None) -> Sizes:
-        """Sizes as numbers; the chunk is that of the options if it is not given."""
+    def sizes(
+        self,
+        tokens: int,
+        chunk: int | None = None,
+        others: Mapping | None = None,
+        loss_chunk: int | None = None,
+    ) -> Sizes:
+        """Sizes as numbers; chunks are those of the options if they are not given."""
         rows = self.options.rows if chunk is None else chunk
         values = {s: v for s, v in self.facts.values.items() if s != self.facts.sequence}
         values.update(others or {})
-        return Sizes(tokens, rows, self.options.loss_rows(self.executor.sequences(values)), values)
+        loss_rows = loss_chunk or self.options.loss_rows(self.executor.sequences(values))
+        return Sizes(tokens, rows, loss_rows, values)
 
     @cached_property
     def symbols(self) -> Sizes:

@@ -11,8 +11,10 @@ from .passes.policy import Policy
 from .units import parse_bytes
 
 # Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight
-# gradient (vocabulary x hidden size) is not rewritten too often.
+# gradient (vocabulary x hidden size) is not rewritten too often. Products of more are faster, so these are
+# tried where the chunk is to be chosen.
 LOSS_CHUNK = 256
+LOSS_CHUNK_SIZES = (1024, 512)
 AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
@@ -36,7 +38,7 @@ class Options:
     Attributes:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
         loss_chunk: rows of the sequence in a chunk of the loss head, or "auto": so many that all sequences
-            together have 256.
+            together have 256 tokens; in a training step 512 or 1024, if that does not raise the step's peak.
         memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
             what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
@@ -107,8 +109,14 @@ class Options:
         return AUTO_CHUNK if self.chunk == "auto" else int(self.chunk)
 
     def loss_rows(self, samples: int) -> int:
-        """Rows of a chunk of the loss head, for a number of sequences."""
+        """Rows of a chunk of the loss head, for a number of sequences; where they are chosen, the fewest."""
         return max(1, LOSS_CHUNK // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+
+    def more_loss_rows(self, samples: int) -> list[int]:
+        """Other rows of a chunk of the loss head that may be chosen, the most first."""
+        if self.loss_chunk != "auto":
+            return []
+        return [rows for n in LOSS_CHUNK_SIZES if (rows := n // samples) > self.loss_rows(samples)]
 
     @staticmethod
     def parse(given: dict[str, Any]) -> Options:

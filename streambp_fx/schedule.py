@@ -44,7 +44,8 @@ class Schedule:
         seq_len: tokens of a sequence, where the schedule was made for a certain length; else None.
         sweeps: over the loss head in a training step: 1 if its gradient comes with the loss, 2 if the loss
             must be known first, 0 if there is no loss.
-        chosen: the chunk of the options, or their memory policy, was chosen by the compiler.
+        given: the options as they were given; `options` has what the compiler has chosen instead of "auto".
+        chosen_loss_rows: rows of a chunk of the loss head, as chosen for the last new length; None: not yet.
         number: schedules are counted in the order in which they are made.
         executor: what runs it, if it was compiled to be run.
     """
@@ -54,7 +55,8 @@ class Schedule:
     seq_len: int | None = None
     sweeps: int = 0
     number: int = field(default_factory=itertools.count().__next__)
-    chosen: bool = False
+    given: Options | None = None
+    chosen_loss_rows: int | None = None
     executor: Executor | AutoExecutor | None = field(default=None, repr=False, compare=False)
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
     _peak: tuple | None = field(default=None, repr=False, compare=False)
@@ -62,10 +64,14 @@ class Schedule:
     _code: str | None = field(default=None, repr=False, compare=False)
     _memory: StepMemory | None = field(default=None, repr=False, compare=False)
 
-    def choose(self, options: Options) -> None:
-        """Note what was chosen for the last new length: rows of a chunk, memory policy."""
-        self.options = options
-        self.chosen = True
+    def choose(self, options: Options, loss_rows: int) -> None:
+        """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it."""
+        self.given = self.given or self.options
+        self.options, self.chosen_loss_rows = options, loss_rows
+
+    def is_chosen(self, option: str) -> bool:
+        """True if an option that was left open has been chosen since."""
+        return self.given is not None and getattr(self.given, option) == "auto"
 
     @property
     def segments(self) -> list[ScheduledSegment]:
@@ -114,8 +120,10 @@ class Schedule:
 
     @property
     def loss_rows(self) -> int:
-        """Rows of a chunk of the loss head, for the batch size with which the schedule was made."""
-        return self.options.loss_rows(int(samples(self.facts).subs(self.facts.values)))
+        """Rows of a chunk of the loss head, as chosen, or for the batch size with which it was captured."""
+        return self.chosen_loss_rows or self.options.loss_rows(
+            int(samples(self.facts).subs(self.facts.values))
+        )
 
     def stored_bytes_per_row(self) -> int:
         """Bytes that the forward keeps for the backward, a row of the batch.
@@ -246,7 +254,7 @@ class Schedule:
         if self.options.policy == "auto":
             lines.append("  memory policy: chosen at the first step of a length")
         elif self.policy != Policy():
-            lines.append(f"  memory policy: {self.policy}{' (chosen)' if self.chosen else ''}")
+            lines.append(f"  memory policy: {self.policy}{' (chosen)' if self.is_chosen('policy') else ''}")
         lines += self._loss()
         if self.seq_len is not None and self.segments:
             lines += self._cost_lines()
@@ -270,10 +278,12 @@ class Schedule:
 
     def _title(self) -> str:
         length = "" if self.seq_len is None else f" for {self.seq_len} tokens"
-        chunk = f"{self.options.rows}" + (" (chosen)" if self.chosen or self.options.chunk == "auto" else "")
-        return (
-            f"Schedule of {len(self.segments)} segments{length}, chunk {chunk}, loss chunk {self.loss_rows}"
-        )
+        auto = self.options.chunk == "auto" or self.is_chosen("chunk")
+        chunk = f"{self.options.rows}" + (" (chosen)" if auto else "")
+        is_open = self.options.loss_chunk == "auto"
+        how = "" if not is_open else " (chosen)" if self.chosen_loss_rows is not None else " or more"
+        loss = f"{self.loss_rows}{how}"
+        return f"Schedule of {len(self.segments)} segments{length}, chunk {chunk}, loss chunk {loss}"
 
     def _segment_lines(self) -> Iterator[str]:
         """Identical segments folded into one line, and segments that take turns into their first round."""

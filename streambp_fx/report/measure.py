@@ -75,7 +75,8 @@ class StepSpec:
         source: what `report.models.load_model` takes: "smollm2", a model directory or a config file.
         mode: "eager", "checkpointing" (Hugging Face gradient checkpointing) or "streamed".
         seq_len: tokens of each sequence.
-        chunk, loss_chunk: sequence rows of a chunk of a layer and of the loss head ("streamed" only).
+        chunk, loss_chunk: sequence rows of a chunk of a layer and of the loss head ("streamed" only); a
+            loss_chunk of None is chosen by `transform`.
         dtype: of weights and activations, one of `DTYPES`.
         batch_size: sequences in the batch.
         threads: of PyTorch in the process; 0 leaves PyTorch's default.
@@ -103,7 +104,7 @@ class StepSpec:
     mode: str
     seq_len: int
     chunk: int
-    loss_chunk: int = 256
+    loss_chunk: int | None = 256
     dtype: str = "float32"
     batch_size: int = 1
     threads: int = 0
@@ -124,7 +125,8 @@ class StepSpec:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         minima = {"seq_len": 2, "chunk": 1, "loss_chunk": 1, "batch_size": 1, "steps": 1, "threads": 0}
         for name, minimum in minima.items():
-            if getattr(self, name) < minimum:
+            given = getattr(self, name)
+            if given is not None and given < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
         if self.warmup_len is not None and not 2 <= self.warmup_len <= self.seq_len:
             raise ValueError(f"warmup_len must be from 2 to seq_len={self.seq_len}, not {self.warmup_len}")

@@ -73,7 +73,8 @@ def set_mode(model: nn.Module, spec: StepSpec) -> None:
     elif spec.mode == "streamed":
         import streambp_fx
 
-        streambp_fx.transform(model, chunk=spec.chunk, loss_chunk=spec.loss_chunk, **spec.options)
+        loss_chunk = "auto" if spec.loss_chunk is None else spec.loss_chunk
+        streambp_fx.transform(model, chunk=spec.chunk, loss_chunk=loss_chunk, **spec.options)
 
 
 def build_step(model: nn.Module, spec: StepSpec) -> Step:

@@ -103,19 +103,19 @@ class Executor:
             return False
         return all(test(*(sizes[s] for s in symbols)) for symbols, test in self.guards)
 
-    def __call__(self, *inputs: Any, rows: int | None = None) -> list[Any]:
+    def __call__(self, *inputs: Any, rows: int | None = None, loss_rows: int | None = None) -> list[Any]:
         """Run a step.
 
         Args:
             inputs: those of the graph.
-            rows: of a chunk, where they are chosen for the step.
+            rows, loss_rows: of a chunk of a layer and of the loss head, where they are chosen for the step.
         """
         with torch._C._DisableAutocast():  # its casts are ops of the graph
-            return self._step_of(inputs, rows)
+            return self._step_of(inputs, rows, loss_rows)
 
-    def _step_of(self, inputs: tuple, rows: int | None) -> list[Any]:
+    def _step_of(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> list[Any]:
         values, sizes = self.begin(inputs)
-        step, questions = self._step(sizes, rows), Questions()
+        step, questions = self._step(sizes, rows, loss_rows), Questions()
         self._note(step)
         fetch = functools.partial(self.value, values=values, sizes=sizes)
         self.asked.ask(questions, fetch)
@@ -200,12 +200,12 @@ class Executor:
         for node in [n for n in values if self.last_read.get(n) == segment.index]:
             del values[node]
 
-    def _step(self, sizes: dict[sympy.Symbol, int], rows: int | None) -> Step:
+    def _step(self, sizes: dict[sympy.Symbol, int], rows: int | None, loss_rows: int | None) -> Step:
         """A step of which nothing is known but its sizes."""
         seed = int(torch.randint(0, 2**40, ())) if self.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
-        chunks = rows or self.options.rows, self.options.loss_rows(self.sequences(sizes))
+        chunks = rows or self.options.rows, loss_rows or self.options.loss_rows(self.sequences(sizes))
         return Step(sizes, total, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:

@@ -201,6 +201,40 @@ def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
     assert cost.sizes(200, None, {batch: 16}).loss_chunk == 16
 
 
+@pytest.mark.parametrize(("words", "rows"), [(700, 1024), (2000, 512), (9000, 256)])
+def test_loss_chunk_is_chosen_so_that_the_peak_stays(
+    words: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The more words, the sooner the head has the peak; no choice in a step without a gradient."""
+    ran: list[str] = []
+    call = SegmentRunner.call
+    monkeypatch.setattr(
+        SegmentRunner, "call", lambda self, kind, *a: ran.append(kind) or call(self, kind, *a)
+    )
+    model = build("llama", **{**WIDE, "vocab_size": words, "max_position_embeddings": 4096}).float()
+    batch = plain(1, 3000)
+    peaks, gradients = {}, {}
+    for loss_chunk in (256, "auto"):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        streambp_fx.transform(model, chunk=1024, loss_chunk=loss_chunk)
+        with torch.no_grad():
+            model(**batch)
+        ran.clear()
+        model(**batch).loss.backward()
+        chunks, found = ran.count("loss"), streambp_fx.schedule(model)
+        gradients[loss_chunk] = [p.grad.clone() for p in model.parameters()]
+        peaks[loss_chunk] = _live(model, batch)
+        assert found is not None
+        assert ("(chosen)" in str(found).splitlines()[0]) == (loss_chunk == "auto"), found
+        if loss_chunk == "auto":
+            assert (found.loss_rows, chunks) == (rows, -(-3000 // rows)), peaks
+        streambp_fx.restore(model)
+    assert peaks["auto"] <= 1.01 * peaks[256], peaks
+    for ours, other in zip(gradients["auto"], gradients[256], strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(("free", "rows"), [(None, 2048), (10**9, 2048), (250, 1024), (0, 512)])
 def test_choice_of_rows(free: Any, rows: int) -> None:
     from streambp_fx.auto import choose_rows
