@@ -253,7 +253,7 @@ class Schedule:
             lines.append(f"  not stored but computed again: what {what}")
         if self.options.policy == "auto":
             lines.append("  memory policy: chosen at the first step of a length")
-        elif self.policy != Policy():
+        elif self.policy != Policy() or self.is_chosen("policy"):
             lines.append(f"  memory policy: {self.policy}{' (chosen)' if self.is_chosen('policy') else ''}")
         lines += self._loss()
         if self.seq_len is not None and self.segments:
