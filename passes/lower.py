@@ -16,9 +16,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
+from .ir import tensors_of
 from .normalize import is_impure
 from .reuse import reuse
 from .simplify import simplify
+from .workspace import into_workspace, widest_product
 
 aten = torch.ops.aten
 
@@ -31,15 +33,23 @@ class Lowered:
         run: function of the flat inputs; returns the outputs that are not accumulated.
         module: the graph it was generated from.
         sizes: names of the size symbols of its values.
+        workspace: dtype of one more input at the end, a tensor without elements that is given to each call
+            again (see `workspace`); None: there is no such input. `module` does not have it.
     """
 
     run: Callable[..., list[Any]]
     module: GraphModule
     sizes: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+    workspace: torch.dtype | None = None
 
 
 def lower(
-    module: GraphModule, accumulators: int, names: list[str], body: str = "eager", fakes: Sequence[Any] = ()
+    module: GraphModule,
+    accumulators: int,
+    names: list[str],
+    body: str = "eager",
+    fakes: Sequence[Any] = (),
+    swept: bool = False,
 ) -> Lowered:
     """Turn a traced program into a runnable one.
 
@@ -49,6 +59,7 @@ def lower(
         names: readable names of the inputs.
         body: "eager" or "inductor".
         fakes: the inputs that the program was traced with (for Inductor).
+        swept: the caller keeps memory for the widest product (eager kernels only).
     """
     graph = module.graph
     _drop_assertions(graph)
@@ -57,14 +68,19 @@ def lower(
     graph.eliminate_dead_code(is_impure_node=is_impure)
     if body == "eager":  # Inductor fuses elementwise ops and plans its buffers itself
         simplify(graph)
-        reuse(graph)
+        lifetimes = reuse(graph)
+        product = widest_product(graph, lifetimes) if swept else None
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
         node._rename(name)
         node.target = node.name
     graph.lint()
     module.recompile()
-    run = module.forward if body == "eager" else _compiled_by_inductor(module, fakes)
-    return Lowered(run, module)
+    if body != "eager":
+        return Lowered(_compiled_by_inductor(module, fakes), module)
+    if product is None:
+        return Lowered(module.forward, module)
+    run = into_workspace(module, product).forward
+    return Lowered(run, module, workspace=tensors_of(product)[0].dtype)
 
 
 def restrict(

@@ -29,12 +29,15 @@ WITH_OUT = {
 }
 
 
-def reuse(graph: Graph) -> None:
+def reuse(graph: Graph) -> Lifetimes:
     """Turn ops into their in-place forms, where the result takes the place of an operand's last use.
 
     NOTE [what may be written over]: a tensor that an op of this graph made, that fills its storage, and of
     whose storage no value (no view, that is) is read later or returned. Storages are those of the fake
     tensors that the program was traced with, so a view counts as one whatever op made it.
+
+    Returns:
+        What lies where now, and until when.
     """
     lifetimes = Lifetimes(graph)
     _log_softmaxes(graph, lifetimes)
@@ -47,6 +50,7 @@ def reuse(graph: Graph) -> None:
                 lifetimes.take(args[0], node)
                 node.target, node.args = target, args
                 break
+    return lifetimes
 
 
 class Lifetimes:

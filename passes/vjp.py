@@ -189,7 +189,7 @@ class SegmentPrograms:
             writes = kind in ("forward", "states")
             module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
         try:
-            lowered = lower(module, len(slots.accumulators), names, self.body, fakes)
+            lowered = lower(module, len(slots.accumulators), names, self.body, fakes, kind == "loss")
         except Exception as error:
             raise PassError("lower", error) from error
         lowered.sizes = traced.guards.names

@@ -178,7 +178,10 @@ class SegmentRunner:
             args += given.kept[index]
         if kind in ("joint", "loss", "state_joint"):
             args += given.accumulators
-        return self.program(kind, extent, step, args).run(*args)
+        program = self.program(kind, extent, step, args)
+        if program.workspace is not None:
+            args.append(given.workspace_of(program.workspace))
+        return program.run(*args)
 
     def program(self, kind: str, extent: Extent, step: Step, args: list[Any]) -> Lowered:
         """The program for a chunk; only the numbers at the front of `args` are looked at."""
@@ -315,6 +318,11 @@ class Values:
     cotangents: list[Tensor] = ()  # type: ignore[assignment]
     accumulators: list[Tensor] = ()  # type: ignore[assignment]
     kept: list[list[Tensor]] = field(default_factory=list)  # of each chunk, see `passes.policy`
+    workspace: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `passes.workspace`
+
+    def workspace_of(self, dtype: torch.dtype) -> Tensor:
+        """A tensor without elements, with the memory that the last chunk's had."""
+        return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype)).resize_(0)
 
 
 class StreamedSegment(torch.autograd.Function):
