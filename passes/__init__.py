@@ -17,6 +17,7 @@
     policy       what is kept for the backward besides a segment's inputs, and where it lies
     simplify     the same values in fewer passes over memory (eager kernels only)
     reuse        ops write over operands that nobody reads any more (eager kernels only)
+    workspace    the logits of all chunks in one place, in a sweep over the loss head (eager kernels, CPU)
     lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
 
 Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built, and
