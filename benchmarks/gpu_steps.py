@@ -18,7 +18,7 @@ from streambp_fx.report.measure import Measurement, measure_step
 from streambp_fx.report.models import random_tokens
 
 from .build import PeerSpec, build
-from .modes import LOSS_CHUNK, MODES
+from .modes import MODES
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -74,7 +74,7 @@ def make_step(model: nn.Module, job: Job) -> Callable[[torch.Tensor], float]:
         mode.step,
         2**20,
         job.chunk,
-        loss_chunk=None if mode.step == "streamed" else LOSS_CHUNK,
+        loss_chunk=mode.loss_chunk,
         dtype=job.dtype,
         device=job.device,
         options=dict(mode.options),

@@ -28,7 +28,7 @@ from streambp_fx.report.models import load_model, save_copy
 
 from .build import PeerSpec
 from .cases import Workload
-from .modes import LOSS_CHUNK, PEER, Mode, Setup
+from .modes import PEER, Mode, Setup
 
 WORKER = (sys.executable, "-m", "benchmarks.worker")
 #: Losses of equal steps differ by the rounding of sums taken in another order, relatively, by dtype.
@@ -178,7 +178,7 @@ class Meter:
             mode.step,
             workload.tokens,
             min(workload.chunk, workload.tokens),
-            loss_chunk=None if mode.step == "streamed" else LOSS_CHUNK,
+            loss_chunk=mode.loss_chunk,
             dtype=workload.dtype,
             batch_size=workload.batch,
             threads=self.threads,

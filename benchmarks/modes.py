@@ -95,6 +95,11 @@ class Mode:
         """It is streambp-fx."""
         return self.step == "streamed"
 
+    @property
+    def loss_chunk(self) -> int | None:
+        """Rows of a chunk of the loss head; None: left to `transform`."""
+        return None if self.ours else LOSS_CHUNK
+
     def unavailable(self, setup: Setup, model_type: str) -> str | None:
         """Why the mode cannot run here; None if it can."""
         return next((why for need in self.needs if (why := need(setup, model_type))), None)

@@ -147,7 +147,7 @@ def _log_softmaxes(graph: Graph, lifetimes: Lifetimes) -> None:
     a row that they need before they write to it; that is known of the CPU's, and so it is done there alone.
     """
     for node in list(graph.nodes):
-        if node.target not in WITH_OUT or node.kwargs or not _on_cpu(node):
+        if node.target not in WITH_OUT or node.kwargs or not on_cpu(node):
             continue
         operand, dim = node.args[0], node.args[WITH_OUT[node.target][1]]
         last = dim in (-1, len(tensors_of(node)[0].shape) - 1)
@@ -156,5 +156,6 @@ def _log_softmaxes(graph: Graph, lifetimes: Lifetimes) -> None:
             node.target, node.kwargs = WITH_OUT[node.target][0], {"out": operand}
 
 
-def _on_cpu(node: Node) -> bool:
+def on_cpu(node: Node) -> bool:
+    """True if what an op makes lies on the CPU."""
     return all(v.device.type == "cpu" for v in tensors_of(node))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ir import shape_of, tensors_of
-from .reuse import Lifetimes
+from .ir import shape_of
+from .reuse import Lifetimes, on_cpu
 
 aten = torch.ops.aten
 WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
@@ -22,7 +22,7 @@ def widest_product(graph: Graph, lifetimes: Lifetimes) -> Node | None:
     end = len(graph.nodes) - 1
     found: list[tuple[int, Node]] = []
     for node in graph.nodes:
-        if node.target not in WITH_OUT or any(v.device.type != "cpu" for v in tensors_of(node)):
+        if node.target not in WITH_OUT or not on_cpu(node):
             continue
         key, width = lifetimes.storage[node], shape_of(node)[-1]
         if key in lifetimes.inside and lifetimes.last[key] < end and width.is_Integer:
