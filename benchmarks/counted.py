@@ -2,11 +2,13 @@
 
 python -m benchmarks.counted                                   # Qwen3-8B's shape, cut to 2 and 4 layers
 python -m benchmarks.counted --layers 2 --tokens 8192,16384 --chunk 2000 --save attention
+python -m benchmarks.counted --layers 2 --tokens 1000000 --offload disk    # what is kept lies elsewhere
 
 The compiled step runs forward and backward as ever, on fake tensors: buffers are made and let go in the same
 order, and their bytes are counted op by op (`streambp_fx.report.live`). Beside them stands what the cost
 model predicts. Weights, their gradients (which are there before the step) and the inputs do not count. The
-dtype is bfloat16. Takes seconds a layer and 8192 tokens; what kernels need inside is not seen.
+dtype is bfloat16. Takes seconds a layer and 8192 tokens; what kernels need inside is not seen. With
+`--offload` tensors leave and come back when the store's do, and do not count while they are elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,8 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import streambp_fx
 from streambp_fx.report.live import LiveBytes
+from streambp_fx.runtime import executor as executors
 from streambp_fx.runtime.executor import Executor
 from streambp_fx.runtime.head import LIMITS
+from streambp_fx.runtime.offload import Store, Stored
 from streambp_fx.runtime.questions import Questions
 from streambp_fx.runtime.streamed import SegmentRunner
 from streambp_fx.schedule import Schedule
@@ -35,6 +39,32 @@ from streambp_fx.schedule import Schedule
 from .gpu import QWEN3_8B
 from .gpu_steps import make_model
 from .tables import MIB
+
+
+class Elsewhere(Store):
+    """A store of tensors without memory: held until what they belong to has left, made anew to come back."""
+
+    def __init__(self, resident: Iterable[torch.Tensor]) -> None:
+        super().__init__(resident)
+        self.leaving: list[tuple[int, torch.Tensor]] = []
+
+    def settle(self, group: int) -> None:
+        self.leaving = [(of, tensor) for of, tensor in self.leaving if of > group]
+
+    def send(self, stored: Stored, tensor: torch.Tensor) -> None:
+        self.leaving.append((stored.group, tensor))
+
+    def fetch(self, stored: Stored) -> torch.Tensor:
+        shape, stride, dtype, device = stored.like
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def receive(self, arriving: torch.Tensor) -> torch.Tensor:
+        self.settle(len(self.groups))
+        return arriving
+
+
+def _elsewhere(place: str, device: torch.device, resident: Iterable[torch.Tensor]) -> Store:
+    return Elsewhere(resident)
 
 
 def counted(schedule: Schedule, tokens: int) -> int:
@@ -94,6 +124,7 @@ def _without_data() -> Iterator[None]:
     with (
         mock.patch.object(Questions, "_read", answered),
         mock.patch.object(SegmentRunner, "program", traced),
+        mock.patch.object(executors, "store_for", _elsewhere),
     ):
         yield
 
@@ -106,12 +137,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=numbers, default=[8192, 16384], metavar="N,N")
     parser.add_argument("--chunk", type=int, default=2000)
     parser.add_argument("--save", choices=("inputs", "attention"), default="inputs")
+    parser.add_argument("--offload", choices=("none", "disk"), default="none")
     args = parser.parse_args(argv)
     print("| layers | tokens | predicted, MiB | counted, MiB |\n|---|---|---|---|")
     for layers in args.layers:
         model = make_model({**QWEN3_8B, "num_hidden_layers": layers}, "meta", torch.bfloat16)
         for tokens in args.tokens:
-            schedule = streambp_fx.explain(model, tokens, chunk=args.chunk, save=args.save)
+            schedule = streambp_fx.explain(
+                model, tokens, chunk=args.chunk, save=args.save, offload=args.offload
+            )
             predicted = schedule.cost.peak(schedule.cost.sizes(tokens)).total
             found = counted(schedule, tokens)
             share = f"{predicted / found - 1:+.2%}"

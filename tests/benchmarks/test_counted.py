@@ -13,10 +13,16 @@ CONFIG = {**TINY, "vocab_size": 5000}
 
 
 @pytest.mark.parametrize(
-    "save", ["inputs", pytest.param("attention", marks=pytest.mark.slow)], ids=["inputs", "attention"]
+    "policy",
+    [
+        {"save": "inputs"},
+        pytest.param({"save": "attention"}, marks=pytest.mark.slow),
+        {"offload": "disk"},
+    ],
+    ids=lambda policy: next(iter(policy.values())),
 )
-def test_the_same_as_of_a_step_that_runs(save):
-    options = {"chunk": 64, "loss_chunk": 16, "save": save}
+def test_the_same_as_of_a_step_that_runs(policy):
+    options = {"chunk": 64, "loss_chunk": 16, **policy}
     model = make_model({**CONFIG, "num_hidden_layers": 2}, "meta", torch.bfloat16)
     found = counted(streambp_fx.explain(model, 300, **options), 300)
     model = model.to_empty(device="cpu").train()
