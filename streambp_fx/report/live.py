@@ -19,8 +19,8 @@ from ..backend import around
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operations made and nobody has let go yet.
 
-    A view shares its storage and counts once. Storages that existed before are not counted:
-    `known` are those of the tensors given (parameters, the batch).
+    A view shares its storage and counts once; a storage that grows (`out=`, `resize_`) counts as it grows.
+    Storages that existed before do not count: `known` are those of the tensors given (parameters, the batch).
 
     Attributes:
         live: bytes at this moment.
@@ -31,22 +31,24 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live = self.peak = self.widest = 0
-        self._seen: set[int] = {t.untyped_storage()._cdata for t in known}
+        self._known: set[int] = {t.untyped_storage()._cdata for t in known}
+        self._sizes: dict[int, int] = {}
 
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
 
     def _count(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
+        before = self._sizes.get(key)
+        if key in self._known or size == before:
             return
-        self._seen.add(key)
-        self.live += size
+        if before is None:
+            weakref.finalize(storage, self._freed, key).atexit = False
+        self._sizes[key] = size
+        self.live += size - (before or 0)
         self.peak = max(self.peak, self.live)
         self.widest = max(self.widest, size // t.element_size())
-        weakref.finalize(storage, self._freed, key, size).atexit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

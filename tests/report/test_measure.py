@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from streambp_fx.report.gradients import largest_difference
+from streambp_fx.report.live import LiveBytes
 from streambp_fx.report.measure import (
     Measurement,
     MeasurementError,
@@ -202,3 +203,15 @@ def test_turns_are_taken_one_after_the_other(tmp_path):
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(found))
     rounds = [{name for *_, name in found[k : k + 3]} for k in (0, 6)]
     assert len(found) == 9 and rounds == [set("abc")] * 2
+
+
+def test_a_storage_that_grows_counts_as_it_grows():
+    with LiveBytes() as meter:
+        place = torch.empty(0)
+        torch.mm(torch.ones(10, 4), torch.ones(4, 100), out=place)
+        grown = meter.live
+        place.resize_(0)  # keeps its memory
+        kept = meter.live
+        del place
+    assert grown >= 4 * 1000 and kept == grown and meter.live <= grown - 4 * 1000
+    assert meter.widest == 1000
