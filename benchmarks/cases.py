@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from streambp_fx.ledger import HIDDEN, STATE, STATE_GRADIENTS, STORED
+
 from .errors import BenchmarkError
 
 ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -96,15 +98,36 @@ class Workload:
         return replace(self, tokens=self.tokens // divisor, chunk=max(64, self.chunk // divisor))
 
 
-def floor_bytes_per_token(config: dict[str, Any], dtype: str = "float32") -> int:
-    """Bytes that each token needs at the least, if nothing is offloaded.
+def floors_per_token(config: dict[str, Any], dtype: str = "float32") -> dict[str, int]:
+    """Bytes that each token needs at the least, if nothing is offloaded, by cause (`streambp_fx.ledger`).
 
     They are the inputs of all layers, the hidden state and its gradient, and of one layer keys, values and
     their gradients.
     """
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    state = config.get("num_key_value_heads", heads) * config.get("head_dim", hidden // heads)
-    return (config["num_hidden_layers"] * hidden + 2 * hidden + 4 * state) * ELEMENT[dtype]
+    hidden, state = config["hidden_size"], key_values(config)
+    values = {
+        STORED: config["num_hidden_layers"] * hidden,
+        HIDDEN: 2 * hidden,
+        STATE: 2 * state,
+        STATE_GRADIENTS: 2 * state,
+    }
+    return {cause: count * ELEMENT[dtype] for cause, count in values.items()}
+
+
+def key_values(config: dict[str, Any]) -> int:
+    """Elements that one token has in the keys of a layer, as many as in its values."""
+    heads = config["num_attention_heads"]
+    return config.get("num_key_value_heads", heads) * head_size(config)
+
+
+def head_size(config: dict[str, Any]) -> int:
+    """Elements of one head of attention."""
+    return config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+
+
+def floor_bytes_per_token(config: dict[str, Any], dtype: str = "float32") -> int:
+    """The same of all causes together."""
+    return sum(floors_per_token(config, dtype).values())
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ def program_cost(
     sizes: Sizes,
     returned: int | None = None,
     live: Iterable[sympy.Expr] | None = None,
+    throughout: Node | None = None,
 ) -> ProgramCost:
     """Cost of a program by liveness over its graph.
 
@@ -64,9 +65,10 @@ def program_cost(
         sizes: what the size symbols of the graph are called outside; others keep their names.
         returned: how many of the outputs are values of the forward, in the graph of a forward with its VJP.
         live: bytes that are alive after each op, where the graph does not say it because autograd runs it.
+        throughout: a node whose memory the caller keeps from one call to the next.
     """
     graph = module.graph
-    memory = _Memory(graph, sizes)
+    memory = Memory(graph, sizes, throughout)
     return ProgramCost(
         peaks=largest(memory.live_after_each_op() if live is None else (_rename(v, sizes) for v in live)),
         outputs=memory.bytes_of(_outputs(graph)),
@@ -106,10 +108,21 @@ def _reaches(first: sympy.Expr, second: sympy.Expr) -> bool:
     return all(t.as_coeff_Mul()[0] >= 0 for t in sympy.Add.make_args(difference))
 
 
-class _Memory:
-    """Storages of a program: which op makes each, and which op is the last to use it."""
+class Memory:
+    """Storages of a program: which op makes each, and which op is the last to use it.
 
-    def __init__(self, graph: Graph, sizes: Sizes) -> None:
+    Args:
+        graph: of ATen ops whose nodes carry fake tensors in `meta["val"]`.
+        sizes: what the size symbols of the graph are called, or their values.
+        throughout: a node whose storage is there from the first op to the last.
+
+    Attributes:
+        storage: of each node, the storages that its tensors lie in, by number.
+        bytes: of each storage; 0 for inputs.
+        made, last: positions of the ops.
+    """
+
+    def __init__(self, graph: Graph, sizes: Sizes, throughout: Node | None = None) -> None:
         self.nodes, self.sizes = list(graph.nodes), sizes
         self.storage: dict[Node, tuple[int, ...]] = {}
         self.bytes: dict[int, sympy.Expr] = {}
@@ -121,6 +134,8 @@ class _Memory:
             for operand in node.all_input_nodes:
                 for key in self.storage[operand]:
                     self.last[key] = position
+        for key in () if throughout is None else self.storage[throughout]:
+            self.made[key], self.last[key] = 0, len(self.nodes) - 1
 
     def _place(self, position: int, node: Node) -> None:
         values = tensors_of(node)

@@ -33,14 +33,19 @@ class Lowered:
         run: function of the flat inputs; returns the outputs that are not accumulated.
         module: the graph it was generated from.
         sizes: names of the size symbols of its values.
-        workspace: dtype of one more input at the end, a tensor without elements that is given to each call
-            again (see `workspace`); None: there is no such input. `module` does not have it.
+        product: of `module`, whose memory is one more input of `run` at the end, a tensor without elements
+            that is given to each call again (see `workspace`); None: there is no such input.
     """
 
     run: Callable[..., list[Any]]
     module: GraphModule
     sizes: Mapping[sympy.Symbol, str] = field(default_factory=dict)
-    workspace: torch.dtype | None = None
+    product: Node | None = None
+
+    @property
+    def workspace(self) -> torch.dtype | None:
+        """Dtype of the input that the product's memory is."""
+        return None if self.product is None else tensors_of(self.product)[0].dtype
 
 
 def lower(
@@ -79,8 +84,7 @@ def lower(
         return Lowered(_compiled_by_inductor(module, fakes), module)
     if product is None:
         return Lowered(module.forward, module)
-    run = into_workspace(module, product).forward
-    return Lowered(run, module, workspace=tensors_of(product)[0].dtype)
+    return Lowered(into_workspace(module, product).forward, module, product=product)
 
 
 def restrict(

@@ -180,7 +180,7 @@ def _cost_of(
     runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Node], extent: Extent
 ) -> ProgramCost:
     lowered = runner.programs.get(kind, plain, extent, _numbers(facts, runner, extent))
-    return program_cost(lowered.module, _names(runner, lowered.sizes))
+    return program_cost(lowered.module, _names(runner, lowered.sizes), throughout=lowered.product)
 
 
 def _numbers(facts: Facts, runner: SegmentRunner, extent: Extent) -> list[Any]:

@@ -119,11 +119,9 @@ class OneSweepHead(torch.autograd.Function):
         ]
         extents = runner.extents(step)
         for index, block in enumerate(sweep.blocks(extents)):
-            value, *rows = runner.call("loss", block, step, index, given)
-            runner.write(node, output, block, step, value)
-            for row, buffer, gradient in zip(runner.diff_rows, gradients, rows, strict=True):
-                runner.write(row, buffer, block, step, gradient)
-            del value, rows
+            values = runner.call("loss", block, step, index, given)
+            runner.write_each((node, *runner.diff_rows), (output, *gradients), block, step, values)
+            del values
         for block in sweep.blocks(extents, False):
             for row, buffer in zip(runner.diff_rows, gradients, strict=True):
                 runner.view(row, buffer, block, step).zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -237,6 +237,19 @@ class SegmentRunner:
         value = value.reshape(rows.shape)
         rows.add_(value) if add else rows.copy_(value)
 
+    def write_each(
+        self,
+        nodes: Iterable[Node],
+        buffers: Iterable[Tensor],
+        block: Block,
+        step: Step,
+        values: Iterable[Tensor],
+        add: bool = False,
+    ) -> None:
+        """The same for several; when it returns, nothing here holds a value."""
+        for node, buffer, value in zip(nodes, buffers, values, strict=True):
+            self.write(node, buffer, block, step, value, add)
+
     def can_overwrite(self) -> bool:
         """True if the gradient of the one streamed input has the form of that of the one output."""
         if len(self.diff_rows) != 1 or len(self.diff_outputs) != 1:
@@ -262,8 +275,7 @@ class SegmentRunner:
             self.fill_states(step, given, blocks)
         for index, block in enumerate(blocks):
             values = self.call("forward", block, step, index, given)
-            for node, buffer, value in zip(self.segment.outputs, outputs, values, strict=False):
-                self.write(node, buffer, block, step, value)
+            self.write_each(self.segment.outputs, outputs, block, step, values[: len(outputs)])
             if step.training:
                 given.kept.append(values[len(outputs) :])
             del values
@@ -291,8 +303,7 @@ class SegmentRunner:
             gradients.insert(0, given.cotangents[0])
         for index, block in reversed(list(enumerate(blocks))):
             values = self.call("joint", block, step, index, given)
-            for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
-                self.write(node, buffer, block, step, value)
+            self.write_each(self.diff_rows, gradients, block, step, values)
             del values
         if full and self.programs.states:
             self._finish_states(step, given, blocks, gradients)
@@ -302,8 +313,8 @@ class SegmentRunner:
         """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
         for index, block in enumerate(blocks):
             values = self.call("state_joint", block.own(), step, index, given)
-            for node, buffer, value in zip(self.diff_rows, gradients, values, strict=True):
-                self.write(node, buffer, block, step, value, add=True)
+            self.write_each(self.diff_rows, gradients, block, step, values, add=True)
+            del values
 
 
 @dataclass
