@@ -17,7 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
 from .ir import tensors_of
+from .late import late
 from .normalize import is_impure
+from .rematerialize import rematerialize, typical
 from .reuse import reuse
 from .simplify import simplify
 from .workspace import into_workspace, widest_product
@@ -55,6 +57,8 @@ def lower(
     body: str = "eager",
     fakes: Sequence[Any] = (),
     swept: bool = False,
+    sizes: Mapping[sympy.Symbol, str] | None = None,
+    window: int | None = None,
 ) -> Lowered:
     """Turn a traced program into a runnable one.
 
@@ -65,6 +69,8 @@ def lower(
         body: "eager" or "inductor".
         fakes: the inputs that the program was traced with (for Inductor).
         swept: the caller keeps memory for the widest product (eager kernels only).
+        sizes: names of the size symbols.
+        window: how many rows a row reads at most, where that is known.
     """
     graph = module.graph
     _drop_assertions(graph)
@@ -73,6 +79,8 @@ def lower(
     graph.eliminate_dead_code(is_impure_node=is_impure)
     if body == "eager":  # Inductor fuses elementwise ops and plans its buffers itself
         simplify(graph)
+        late(graph)
+        rematerialize(graph, typical(sizes or {}, window))
         lifetimes = reuse(graph)
         product = widest_product(graph, lifetimes) if swept else None
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
@@ -81,10 +89,9 @@ def lower(
     graph.lint()
     module.recompile()
     if body != "eager":
-        return Lowered(_compiled_by_inductor(module, fakes), module)
-    if product is None:
-        return Lowered(module.forward, module)
-    return Lowered(into_workspace(module, product).forward, module, product=product)
+        return Lowered(_compiled_by_inductor(module, fakes), module, sizes or {})
+    run = module if product is None else into_workspace(module, product)
+    return Lowered(run.forward, module, sizes or {}, product)
 
 
 def restrict(

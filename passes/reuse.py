@@ -42,7 +42,7 @@ def reuse(graph: Graph) -> Lifetimes:
     lifetimes = Lifetimes(graph)
     _log_softmaxes(graph, lifetimes)
     for node in list(graph.nodes):
-        target = _in_place(node)
+        target = in_place_form(node)
         if target is None:
             continue
         for args in _orders(node):
@@ -105,7 +105,7 @@ def _shares(node: Node) -> bool:
     return any(storage_of(v) in keys for n in node.all_input_nodes for v in tensors_of(n))
 
 
-def _in_place(node: Node) -> torch._ops.OpOverload | None:
+def in_place_form(node: Node) -> torch._ops.OpOverload | None:
     """The in-place form of an elementwise op, or of a sum with a product, if it has one."""
     op = node.target
     if op in NAMED:

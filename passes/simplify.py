@@ -57,7 +57,7 @@ class Program:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
-        _evaluate(node)
+        evaluate(node)
         return node
 
     def replace(self, node: Node, new: Node) -> bool:
@@ -374,7 +374,7 @@ def _is_view(node: Node) -> bool:
     return node.target in VIEWS or getattr(node.target, "is_view", False)
 
 
-def _evaluate(node: Node) -> None:
+def evaluate(node: Node) -> None:
     """Give a node its fake value."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     mode = next(v.fake_mode for n in node.all_input_nodes for v in tensors_of(n))  # type: ignore[attr-defined]
@@ -386,4 +386,4 @@ def _renew_views(graph: Graph) -> None:
     """Views of values that have taken other places lie in their storages: `reuse` and the cost go by that."""
     for node in graph.nodes:
         if _is_view(node) and _storages(node) != _storages(node.args[0]):
-            _evaluate(node)
+            evaluate(node)

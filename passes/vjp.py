@@ -189,11 +189,11 @@ class SegmentPrograms:
             writes = kind in ("forward", "states")
             module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
         try:
-            lowered = lower(module, len(slots.accumulators), names, self.body, fakes, kind == "loss")
+            sums, sizes = len(slots.accumulators), traced.guards.names
+            window = None if self.segment.window is None else int(self.segment.window)
+            return lower(module, sums, names, self.body, fakes, kind == "loss", sizes, window)
         except Exception as error:
             raise PassError("lower", error) from error
-        lowered.sizes = traced.guards.names
-        return lowered
 
     def slots(self, kind: str) -> Slots:
         segment = self.segment

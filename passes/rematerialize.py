@@ -1,0 +1,195 @@
+"""rematerialize: elementwise values that would be alive at a program's peak are made again after it.
+
+A norm's result is read by the products behind it and, when the gradient comes back, by the gradients of their
+weights. Between the two a chunk's body holds the most, and to make it again from what is held anyway is one
+pass over memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from .cost import changes_in_place, storage_of, tensor_bytes
+from .extract import is_random
+from .ir import tensors_of
+from .reuse import in_place_form
+from .simplify import evaluate
+
+# The chunk for which the peak is looked for: the last of four.
+ROWS, PREFIX = 2048, 6144
+# At most so many values of a program are made again.
+LIMIT = 100
+
+
+def typical(names: Mapping[sympy.Symbol, str], window: int | None) -> dict[sympy.Symbol, int]:
+    """Sizes of a chunk for which the peak of a program is looked for.
+
+    Args:
+        names: of the program's size symbols: "rows", "prefix", "low", "total", or another: that is 1.
+        window: how many rows a row reads at most, or None.
+    """
+    prefix = PREFIX if window is None else min(PREFIX, window - 1)
+    known = {"rows": ROWS, "prefix": prefix, "low": PREFIX - prefix, "total": ROWS + PREFIX}
+    return {symbol: known.get(name, 1) for symbol, name in names.items()}
+
+
+def rematerialize(graph: Graph, sizes: Mapping[sympy.Symbol, int]) -> None:
+    """Make elementwise values again where that lowers the peak of a program, in place.
+
+    NOTE [made again]: the op runs a second time on the same operands, so the bits are the same. It must be
+    elementwise and not random, its operands must be held anyway where it runs again (or be made again there
+    themselves), and no op may change them. Values that somebody reads at the peak stay.
+
+    Args:
+        graph: of a traced program, in the order in which it will run.
+        sizes: for which the peak is looked for; a symbol that is not there is taken to be 1.
+    """
+    trial = Graph()
+    trial.output(trial.graph_copy(graph, {}))
+    peaks = [program.peak for program in _lowered(trial, sizes)]
+    for _ in itertools.islice(_lowered(graph, sizes), peaks.index(min(peaks)) + 1):
+        pass
+
+
+def _lowered(graph: Graph, sizes: Mapping[sympy.Symbol, int]) -> Iterator[_Program]:
+    """A program as it is, and after each value that is made again."""
+    program = _Program(graph, sizes)
+    yield program
+    for _ in range(LIMIT):
+        if not program.lower_peak():
+            return
+        program = _Program(graph, sizes, program.bytes)
+        yield program
+
+
+@dataclass
+class _Program:
+    """Where each storage of a program is made and read, and what is alive when.
+
+    Attributes:
+        bytes: of each storage that is made inside, at the given sizes.
+        peak, at: the most bytes that are alive at once, and the position of the op where they are.
+    """
+
+    graph: Graph
+    sizes: Mapping[sympy.Symbol, int]
+    bytes: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.graph.nodes)
+        self.position = {n: k for k, n in enumerate(self.nodes)}
+        self.storage: dict[Node, tuple[int, ...]] = {}
+        self.made: dict[int, int] = {}
+        self.readers: dict[int, list[int]] = {}
+        self.changed: set[int] = set()
+        for k, node in enumerate(self.nodes):
+            self._place(k, node)
+            for key in {key for n in node.all_input_nodes for key in self.storage[n]}:
+                self.readers[key].append(k)
+        self.peak, self.at = self._most()
+
+    def _place(self, position: int, node: Node) -> None:
+        if changes_in_place(node):
+            self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
+            self.changed.update(self.storage[node])
+            return
+        values = tensors_of(node)
+        self.storage[node] = tuple(storage_of(v) for v in values)
+        for key, value in zip(self.storage[node], values, strict=True):
+            if key not in self.made:
+                self.made[key], self.readers[key] = position, []
+                if node.op != "call_function":
+                    self.bytes[key] = 0
+                elif key not in self.bytes:
+                    size = sympy.sympify(tensor_bytes(value))
+                    self.bytes[key] = int(size.subs({s: self.sizes.get(s, 1) for s in size.free_symbols}))
+
+    def last(self, key: int) -> int:
+        """Position of the last op that reads a storage, or that makes it."""
+        return max(self.readers[key], default=self.made[key])
+
+    def _most(self) -> tuple[int, int]:
+        change = [0] * (len(self.nodes) + 1)
+        for key, size in self.bytes.items():
+            if key in self.made:
+                change[self.made[key]] += size
+                change[self.last(key) + 1] -= size
+        live = itertools.accumulate(change[:-1])
+        return max((total - self._written_over(k), k) for k, total in enumerate(live))
+
+    def _written_over(self, position: int) -> int:
+        """Bytes of an operand in whose place an op will write its result, see `reuse`."""
+        node = self.nodes[position]
+        if in_place_form(node) is None or len(self.storage[node]) != 1:
+            return 0
+        size = self.bytes[self.storage[node][0]]
+        dying = (k for n in node.all_input_nodes for k in self.storage[n] if self.last(k) == position)
+        return size if any(self.bytes[k] == size for k in dying) else 0
+
+    # ---- what is made again
+
+    def lower_peak(self) -> bool:
+        """Make one value again that is alive at the peak and not read there; False if there is none."""
+        found = [n for n in self.nodes[: self.at] if self._may_go(n)]
+        for node in sorted(found, key=lambda n: (-self.bytes[self.storage[n][0]], -self.position[n])):
+            readers = self._later_readers(node)
+            place = min(readers, key=self.position.__getitem__)
+            if self._operands_are_there(node, self.position[place]):
+                self._again(node, readers, place)
+                return True
+        return False
+
+    def _may_go(self, node: Node) -> bool:
+        if not _is_elementwise(node) or len(self.storage[node]) != 1:
+            return False
+        key = self.storage[node][0]
+        if key in self.changed or self.position[node] != self.made[key] or not self.bytes[key]:
+            return False
+        reads = self.readers[key]
+        returned = len(self.nodes) - 1 in reads
+        return not returned and self.at not in reads and any(k > self.at for k in reads)
+
+    def _operands_are_there(self, node: Node, place: int) -> bool:
+        keys = {k for n in node.all_input_nodes for k in self.storage[n]}
+        return not keys & self.changed and all(
+            self.nodes[self.made[k]].op != "call_function" or self.last(k) >= place for k in keys
+        )
+
+    def _later_readers(self, node: Node) -> list[Node]:
+        """Ops after the peak that read a value or a view of it; views are not among them."""
+        key = self.storage[node][0]
+        reads = (self.nodes[k] for k in self.readers[key] if k > self.at)
+        return [n for n in reads if key not in self.storage[n]]
+
+    def _again(self, node: Node, readers: Iterable[Node], place: Node) -> None:
+        again: dict[Node, Node] = {}
+        views = {n for n, keys in self.storage.items() if keys == self.storage[node]}
+
+        def copy(own: Node) -> Node:
+            if own not in again:
+                if own is not node:
+                    copy(own.args[0])  # type: ignore[arg-type]
+                with self.graph.inserting_before(place):
+                    again[own] = self.graph.node_copy(own, lambda n: again.get(n, n))
+                evaluate(again[own])
+            return again[own]
+
+        for reader in readers:
+            for operand in [n for n in reader.all_input_nodes if n in views]:
+                reader.replace_input_with(operand, copy(operand))
+        for view in sorted(views - {node}, reverse=True):
+            if not view.users:
+                self.graph.erase_node(view)
+
+
+def _is_elementwise(node: Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.pointwise not in op.tags:
+        return False
+    return len(tensors_of(node)) == 1 and not op._schema.is_mutable and not op.is_view and not is_random(node)
