@@ -20,8 +20,8 @@ def late(graph: Graph) -> None:
 
     NOTE [what stays in order]: effects (writes into inputs, sums into them, what is returned) and random ops
     keep their order, and so do reads and writes of a storage that some op changes. Every other op stands
-    before the first effect that needs it, and among those that the same effect needs in the order that it had.
-    An op does not wait if it is the last to read more than it makes: logits would be kept for a sum over them.
+    before the first effect that needs it, among those that the same effect needs in the order that it had. An
+    op does not wait if it is the last to read more than it makes: logits would be kept for a sum over them.
     """
     order = _Order(Memory(graph, {}))
     for node in order.memory.nodes:
