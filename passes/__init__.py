@@ -1,24 +1,26 @@
 """The compiler: an ordered list of passes over one captured graph.
 
-    sequence     which sizes of the inputs are the sequence length
-    capture      Dynamo graph -> one pre-dispatch ATen graph, symbolic in the sequence length
-    autocast     the casts that autocast makes inside ops, as ops
-    normalize    functional form, no no-ops, grouped heads handed to the kernel, losses split into rows
-    axes         which dim of each value carries the sequence, by op rules (`rules/`), never by size
-    footprints   which rows a row reads: [i, i], a window, [0, i] or all; proved from the masks (`masks`)
-    order        wide values made as late as they can be
-    outputs      wide values next to a loss (logits) are not stored, but computed when somebody reads them
-    segment      cuts where the fewest bytes are alive, so that a segment holds one level of mixing
-    share        identical segments share one set of programs
-    objective    is the loss linear in its rows: one sweep over the head, or two
-    chunk        a segment as a program over one chunk: rows -> state -> rows (`emit`, `attention`, `kernels`)
-    vjp          the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
-    batch        are the samples of a batch independent: may some of them be run without the others
-    policy       what is kept for the backward besides a segment's inputs, and where it lies
-    simplify     the same values in fewer passes over memory (eager kernels only)
-    reuse        ops write over operands that nobody reads any more (eager kernels only)
-    workspace    the logits of all chunks in one place, in a sweep over the loss head (eager kernels, CPU)
-    lower        FX graph -> Python on eager kernels, parameter gradients accumulated in place
+    sequence       which sizes of the inputs are the sequence length
+    capture        Dynamo graph -> one pre-dispatch ATen graph, symbolic in the sequence length
+    autocast       the casts that autocast makes inside ops, as ops
+    normalize      functional form, no no-ops, grouped heads handed to the kernel, losses split into rows
+    axes           which dim of each value carries the sequence, by op rules (`rules/`), never by size
+    footprints     which rows a row reads: [i, i], a window, [0, i] or all; proved from the masks (`masks`)
+    order          wide values made as late as they can be
+    outputs        wide values next to a loss (logits) are not stored, but computed when somebody reads them
+    segment        cuts where the fewest bytes are alive, so that a segment holds one level of mixing
+    share          identical segments share one set of programs
+    objective      is the loss linear in its rows: one sweep over the head, or two
+    chunk          a segment as a program over a chunk: rows -> state -> rows (`emit`, `attention`, `kernels`)
+    vjp            the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
+    batch          are the samples of a batch independent: may some of them be run without the others
+    policy         what is kept for the backward besides a segment's inputs, and where it lies
+    simplify       the same values in fewer passes over memory (eager kernels only)
+    late           ops run when somebody needs what they make (eager kernels only)
+    rematerialize  elementwise values are made again after the peak of a program (eager kernels only)
+    reuse          ops write over operands that nobody reads any more (eager kernels only)
+    workspace      the logits of all chunks in one place, in a sweep over the loss head (eager kernels, CPU)
+    lower          FX graph -> Python on eager kernels, parameter gradients accumulated in place
 
 Those down to `share` run when a graph is captured (`analyze`), `objective` when the schedule is built, and
 `batch` when a batch has padding or a schedule is printed. The others run when a segment first meets a new

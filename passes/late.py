@@ -7,16 +7,19 @@ until then. So ops move behind all that does not need them.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import sympy
+import torch
 from torch.fx import Graph, Node
 
-from .cost import Memory, changes_in_place
+from .cost import Memory
 from .extract import is_random
 from .normalize import is_impure
 
 
 def late(graph: Graph) -> None:
-    """Put the ops of a program in the order in which its effects need them, in place.
+    """Put the ops of a program in the order in which its effects need them, in place. Dead ops go.
 
     NOTE [what stays in order]: effects (writes into inputs, sums into them, what is returned) and random ops
     keep their order, and so do reads and writes of a storage that some op changes. Every other op stands
@@ -27,10 +30,11 @@ def late(graph: Graph) -> None:
     for node in order.memory.nodes:
         if is_impure(node) or is_random(node):
             order.place(node)
-    last = order.nodes[0]
-    for node in order.nodes[1:]:
-        last.append(node)
-        last = node
+    for node in reversed(order.memory.nodes):
+        if node not in order.placed:
+            graph.erase_node(node)
+    for before, node in zip(order.nodes, order.nodes[1:], strict=False):
+        before.append(node)
 
 
 class _Order:
@@ -38,7 +42,7 @@ class _Order:
 
     Attributes:
         nodes: those that have a place.
-        needs: for each node of the program, those that must come before it.
+        needs: for each node of the program, those that must come before it; `needed_by`: the reverse.
         readers: of each storage, but for views.
     """
 
@@ -47,21 +51,22 @@ class _Order:
         self.nodes: list[Node] = []
         self.placed: set[Node] = set()
         self.needs = _needs(memory)
-        self.readers: dict[int, set[Node]] = {}
+        self.needed_by: dict[Node, list[Node]] = defaultdict(list)
+        self.readers: dict[int, set[Node]] = defaultdict(set)
         for node in memory.nodes:
+            for need in self.needs[node]:
+                self.needed_by[need].append(node)
             for key in self._read(node):
-                self.readers.setdefault(key, set()).add(node)
+                self.readers[key].add(node)
 
     def place(self, effect: Node) -> None:
         """An effect, what it needs, and what can run then and had better not wait."""
-        found = self._missing(effect)
-        for node in self.memory.nodes:
-            if (
-                node not in self.placed
-                and all(n in self.placed for n in self.needs[node])
-                and self._frees(node)
-            ):
-                found += self._missing(node)
+        new = found = self._missing(effect)
+        while new:
+            near = {n for f in new for n in self.needed_by[f]}
+            near |= {n for f in new for key in self._read(f) for n in self.readers[key]}
+            new = [m for n in sorted(near) if self._ready(n) and self._frees(n) for m in self._missing(n)]
+            found = found + new
         self.nodes += sorted(found)
 
     def _missing(self, node: Node) -> list[Node]:
@@ -79,6 +84,10 @@ class _Order:
         found = {k for n in node.all_input_nodes for k in self.memory.storage[n]}
         return found - set(self.memory.storage[node])
 
+    def _ready(self, node: Node) -> bool:
+        waits = node not in self.placed and not is_impure(node) and not is_random(node)
+        return waits and all(n in self.placed for n in self.needs[node])
+
     def _frees(self, node: Node) -> bool:
         """True if an op makes less than what is let go after it, whatever the sizes are."""
         last = (k for k in self._read(node) if all(n is node or n in self.placed for n in self.readers[k]))
@@ -89,10 +98,10 @@ class _Order:
 
 def _needs(memory: Memory) -> dict[Node, list[Node]]:
     """For each node, those that must come before it."""
-    written = {n: set(memory.storage[n]) if changes_in_place(n) else set() for n in memory.nodes}
+    written = {n: {k for w in _written(n) for k in memory.storage[w]} for n in memory.nodes}
     changed = set().union(*written.values())
     writer: dict[int, Node] = {}
-    readers: dict[int, list[Node]] = {}
+    readers: dict[int, list[Node]] = defaultdict(list)
     needs: dict[Node, list[Node]] = {}
     for node in memory.nodes:
         needs[node] = list(node.all_input_nodes)
@@ -103,5 +112,17 @@ def _needs(memory: Memory) -> dict[Node, list[Node]]:
                 needs[node].extend(readers.pop(key, ()))
                 writer[key] = node
             else:
-                readers.setdefault(key, []).append(node)
+                readers[key].append(node)
     return needs
+
+
+def _written(node: Node) -> list[Node]:
+    """The operands that an op writes over."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    found: list[Node] = []
+    torch.fx.node.map_arg([given.get(name) for name in names], found.append)
+    return found

@@ -23,8 +23,8 @@ from .simplify import evaluate
 
 # The chunk for which the peak is looked for: the last of four.
 ROWS, PREFIX = 2048, 6144
-# At most so many values of a program are made again.
-LIMIT = 100
+# At most so many values of a program are made again; fewer if it has very many ops.
+LIMIT, OPS = 100, 50_000
 
 
 def typical(names: Mapping[sympy.Symbol, str], window: int | None) -> dict[sympy.Symbol, int]:
@@ -61,7 +61,7 @@ def _lowered(graph: Graph, sizes: Mapping[sympy.Symbol, int]) -> Iterator[_Progr
     """A program as it is, and after each value that is made again."""
     program = _Program(graph, sizes)
     yield program
-    for _ in range(LIMIT):
+    for _ in range(min(LIMIT, OPS // len(program.nodes))):
         if not program.lower_peak():
             return
         program = _Program(graph, sizes, program.bytes)
