@@ -3,6 +3,11 @@
 NOTE [turns]: a machine's speed drifts over minutes. So on a CPU the processes that are timed are alive
 together and take step for step in turn: a drift meets all modes alike. A GPU's memory would have to hold all
 of them; there they run one after the other, in rounds, every second one backwards.
+
+NOTE [steady times]: what the kernel takes for a page that is touched for the first time differs between
+hours, and checkpointing touches millions of them in a step: the same step of it took 6.5 to 8.3 s, and ratios
+against it 0.74 to 0.99. So ratios that are compared with those of another day are of processes whose
+allocator keeps what it has. Those of a day are taken as they are: memory has its price.
 """
 
 from __future__ import annotations
@@ -33,6 +38,9 @@ from .modes import PEER, Mode, Setup
 WORKER = (sys.executable, "-m", "benchmarks.worker")
 #: Losses of equal steps differ by the rounding of sums taken in another order, relatively, by dtype.
 LOSS_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 2e-2, "float16": 1e-2}
+
+#: glibc's allocator gives nothing back to the system, see NOTE [steady times].
+STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 Say = Callable[[str], None]
 
@@ -97,13 +105,22 @@ class Meter:
         steps: measured steps of a run for the time.
         rounds: runs for the time; see NOTE [turns].
         threads: of PyTorch; 0: its default.
+        steady: time without the price of memory, see NOTE [steady times].
         say: told what is being run.
     """
 
     def __init__(
-        self, setup: Setup, *, steps: int = 3, rounds: int = 1, threads: int = 0, say: Say = lambda text: None
+        self,
+        setup: Setup,
+        *,
+        steps: int = 3,
+        rounds: int = 1,
+        threads: int = 0,
+        steady: bool = False,
+        say: Say = lambda text: None,
     ) -> None:
-        self.setup, self.steps, self.rounds, self.threads, self.say = setup, steps, rounds, threads, say
+        self.setup, self.steps, self.rounds, self.threads = setup, steps, rounds, threads
+        self.steady, self.say = steady, say
         self.results: dict[Any, Result] = {}
         self._sources: dict[Any, str] = {}
         self._folder: Path | None = None
@@ -208,7 +225,8 @@ class Meter:
         # A first step warms up; a peak needs one more, a time some more.
         spec = replace(self.spec(workload, mode, 1 if what == "peak" else self.steps), turn_file=turns)
         try:
-            measured = run_isolated(spec, what, heard, self._command(mode))
+            env = STEADY if self.steady and what == "time" else {}
+            measured = run_isolated(spec, what, heard, self._command(mode), env)
         except (WorkerError, OSError) as error:
             result.reason = f"failed: {str(error).strip().splitlines()[-1][:200]}"
             return

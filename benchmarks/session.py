@@ -46,7 +46,8 @@ class Session:
         self.recorded_at = args.recorded or RECORDED
         self.recorded = read_recorded(self.recorded_at) if args.check else {}
         steps = max(args.steps, 5) if self.quick and not args.tiny else args.steps
-        self.meter = Meter(setup, steps=steps, rounds=args.rounds, threads=args.threads or 0, say=self._say)
+        how = {"steps": steps, "rounds": args.rounds, "threads": args.threads or 0}
+        self.meter = Meter(setup, **how, steady=args.check or args.record, say=self._say)
         self.document: dict[str, Any] = {"environment": environment(), "arguments": _plain(args)}
         self.groups: list[tuple[Case, list[Result]]] = []
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -241,8 +241,8 @@ def use_default_allocator() -> None:
         mallopt(trim_threshold, 64 << 20)
 
 
-def _environment(spec: StepSpec, what: str) -> dict[str, str]:
-    env = dict(os.environ)
+def _environment(spec: StepSpec, what: str, more: Mapping[str, str]) -> dict[str, str]:
+    env = {**os.environ, **more}
     env.pop("MALLOC_MMAP_THRESHOLD_", None)
     if what != "time":
         env["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_THRESHOLD)
@@ -269,6 +269,7 @@ def run_isolated(
     what: str,
     on_event: Callable[[Event], None] | None = None,
     worker: Sequence[str] = WORKER,
+    environment: Mapping[str, str] | None = None,
 ) -> Measurement:
     """Run the steps of `spec` in a process of its own: one warm-up, then `spec.steps` measured ones.
 
@@ -282,6 +283,7 @@ def run_isolated(
             "loaded", "warm", "schedule" (with "text"; streamed only), "step" (with "index", "loss",
             "seconds", "peak_bytes"), "note" (with "text") or "done".
         worker: the command that runs the steps; it takes the same arguments and writes the same events.
+        environment: further variables of the process.
 
     Raises:
         ValueError: `what` is none of the three, or "both" with a single step.
@@ -295,11 +297,10 @@ def run_isolated(
     done: Event | None = None
     with tempfile.TemporaryDirectory(prefix="streambp-fx-") as folder:
         log = Path(folder) / "stderr"
+        env = _environment(spec, what, environment or {})
         with (
             open(log, "w") as stderr,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=_environment(spec, what)
-            ) as process,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process,
         ):
             assert process.stdout is not None
             try:
