@@ -149,6 +149,11 @@ class Meter:
             self._time(timed[:: -1 if again % 2 else 1])
         self._compare_losses(new.values())
 
+    def time_again(self, items: Sequence[Item]) -> None:
+        """Take more steps of what was measured: medians are of all."""
+        found = {self._key(w, m): self.result(w, m) for w, m in items}
+        self._time([r for r in found.values() if r.reason is None])
+
     def _time(self, results: Sequence[Result]) -> None:
         """One run of each, see NOTE [turns]."""
         if self.setup.device != "cpu" or not results:

@@ -99,8 +99,12 @@ def test_a_check_against_recorded_ratios(tmp_path, capsys):
     document = json.loads(recorded.read_text())
     document["ratios"]["dense"]["streamed"]["memory"] *= 4
     recorded.write_text(json.dumps(document))
+    document["ratios"]["dense"]["streamed"]["time"] /= 100
+    recorded.write_text(json.dumps(document))
     assert _run(tmp_path, "--check", *arguments)[0] == 1
-    assert "WORSE" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "WORSE" in said
+    assert said.count("streamed, time") == 4  # once in each run, and again where it seemed slower
 
 
 @pytest.mark.slow
