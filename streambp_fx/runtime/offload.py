@@ -123,23 +123,25 @@ class DiskStore(Store):
         flat = _flat(tensor.cpu())
         stored.place = (self.end, flat.nbytes, flat.numel() == tensor.numel() and _is_dense(tensor))
         self.end += flat.nbytes
-        self.leaving.append((stored.group, self.worker.submit(self._write, flat, stored.place[0])))
+        self.leaving.append((stored.group, self.worker.submit(self._write, [flat], stored.place[0])))
 
     def fetch(self, stored: Stored) -> Future:
         flat = torch.empty(stored.place[1], dtype=torch.uint8)  # here: meters see this thread
-        return self.worker.submit(self._read, stored, flat)
+        return self.worker.submit(self._read, stored, [flat])
 
     def receive(self, arriving: Future) -> Tensor:
         self.settle(len(self.groups))
         return _result(arriving)
 
-    def _write(self, flat: Tensor, offset: int) -> None:
-        data = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    def _write(self, handed: list[Tensor], offset: int) -> None:
+        # Taken out of the list: the pool holds the arguments a moment longer than the result is waited for.
+        data = memoryview(handed.pop().view(torch.uint8).numpy())  # type: ignore[arg-type]
         while data:
             count = os.pwrite(self.file.fileno(), data, offset)
             data, offset = data[count:], offset + count
 
-    def _read(self, stored: Stored, flat: Tensor) -> Tensor:
+    def _read(self, stored: Stored, handed: list[Tensor]) -> Tensor:
+        flat = handed.pop()
         offset, _, dense = stored.place
         shape, stride, dtype, device = stored.like
         data = memoryview(flat.numpy())  # type: ignore[arg-type]
