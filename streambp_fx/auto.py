@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -119,9 +120,11 @@ class AutoExecutor:
         least = self.options.loss_rows(sequences)
         if tokens <= least or not torch.is_grad_enabled():
             return least
-        more = self.options.more_loss_rows(sequences)
-        peak = self._peak(policy, tokens, others, rows) if more else 0
-        return next((n for n in more if self._peak(policy, tokens, others, rows, n) <= peak), least)
+        tried = [least, *self.options.more_loss_rows(sequences)]
+        if len(tried) == 1:
+            return least
+        peak = functools.partial(self._peak, policy, tokens, others, rows)
+        return tried[bisect.bisect_right(tried, peak(least), lo=1, key=peak) - 1]
 
     def _choose(
         self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]

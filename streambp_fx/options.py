@@ -14,7 +14,7 @@ from .units import parse_bytes
 # gradient (vocabulary x hidden size) is not rewritten too often. Products of more are faster, so these are
 # tried where the chunk is to be chosen.
 LOSS_CHUNK = 256
-LOSS_CHUNK_SIZES = (1024, 512)
+LOSS_CHUNK_SIZES = range(320, 1025, 64)
 AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
@@ -38,7 +38,7 @@ class Options:
     Attributes:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
         loss_chunk: rows of the sequence in a chunk of the loss head, or "auto": so many that all sequences
-            together have 256 tokens; in a training step 512 or 1024, if that does not raise the step's peak.
+            together have 256 tokens; in a training step up to 1024, if that does not raise the step's peak.
         memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
             what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
@@ -113,7 +113,7 @@ class Options:
         return max(1, LOSS_CHUNK // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
 
     def more_loss_rows(self, samples: int) -> list[int]:
-        """Other rows of a chunk of the loss head that may be chosen, the most first."""
+        """More rows of a chunk of the loss head that may be chosen, the fewest first."""
         if self.loss_chunk != "auto":
             return []
         return [rows for n in LOSS_CHUNK_SIZES if (rows := n // samples) > self.loss_rows(samples)]

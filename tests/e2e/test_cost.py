@@ -180,7 +180,7 @@ def test_chunks_of_several_sequences_have_fewer_rows() -> None:
 
 
 def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many that all sequences have 256 tokens; the batch size first a constant, then a symbol."""
+    """So many that all sequences have 256 tokens, or 320; the batch size first a constant, then a symbol."""
     ran: list[str] = []
     call = SegmentRunner.call
     monkeypatch.setattr(
@@ -197,11 +197,11 @@ def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
     assert found is not None
     cost = found.cost
     (batch,) = samples_of(cost.facts).free_symbols
-    assert found.loss_rows == 256 // cost.facts.values[batch]
+    assert found.loss_rows == 320 // cost.facts.values[batch], "the peak is in a layer and leaves room"
     assert cost.sizes(200, None, {batch: 16}).loss_chunk == 16
 
 
-@pytest.mark.parametrize(("words", "rows"), [(700, 1024), (1500, 512), (9000, 256)])
+@pytest.mark.parametrize(("words", "rows"), [(700, 1024), (1500, 576), (9000, 256)])
 def test_loss_chunk_is_chosen_so_that_the_peak_stays(
     words: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +214,7 @@ def test_loss_chunk_is_chosen_so_that_the_peak_stays(
     model = build("llama", **{**WIDE, "vocab_size": words, "max_position_embeddings": 4096}).float()
     batch = plain(1, 3000)
     peaks, gradients = {}, {}
-    for loss_chunk in (256, "auto"):
+    for loss_chunk in (256, rows + 64, "auto"):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         streambp_fx.transform(model, chunk=1024, loss_chunk=loss_chunk)
@@ -231,6 +231,7 @@ def test_loss_chunk_is_chosen_so_that_the_peak_stays(
             assert (found.loss_rows, chunks) == (rows, -(-3000 // rows)), peaks
         streambp_fx.restore(model)
     assert peaks["auto"] <= 1.01 * peaks[256], peaks
+    assert rows == 1024 or peaks["auto"] < peaks[rows + 64], "the next size has a higher peak"
     for ours, other in zip(gradients["auto"], gradients[256], strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
 
