@@ -8,7 +8,7 @@ pass over memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import sympy
@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from .cost import changes_in_place, storage_of, tensor_bytes
 from .extract import is_random
 from .ir import tensors_of
+from .normalize import is_impure
 from .reuse import in_place_form
 from .simplify import evaluate
 
@@ -50,22 +51,32 @@ def rematerialize(graph: Graph, sizes: Mapping[sympy.Symbol, int]) -> None:
         graph: of a traced program, in the order in which it will run.
         sizes: for which the peak is looked for; a symbol that is not there is taken to be 1.
     """
-    trial = Graph()
-    trial.output(trial.graph_copy(graph, {}))
-    peaks = [program.peak for program in _lowered(trial, sizes)]
-    for _ in itertools.islice(_lowered(graph, sizes), peaks.index(min(peaks)) + 1):
-        pass
-
-
-def _lowered(graph: Graph, sizes: Mapping[sympy.Symbol, int]) -> Iterator[_Program]:
-    """A program as it is, and after each value that is made again."""
     program = _Program(graph, sizes)
-    yield program
+    peaks, steps = [program.peak], []
     for _ in range(min(LIMIT, OPS // len(program.nodes))):
-        if not program.lower_peak():
-            return
+        step = program.lower_peak()
+        if step is None:
+            break
         program = _Program(graph, sizes, program.bytes)
-        yield program
+        peaks.append(program.peak)
+        steps.append(step)
+    for step in reversed(steps[peaks.index(min(peaks)) :]):  # these lowered nothing any more
+        step.undo()
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+
+
+@dataclass
+class _Step:
+    """A value that was made again: whose operands changed, from what to what, and what was added."""
+
+    moved: list[tuple[Node, Node, Node]] = field(default_factory=list)
+    added: list[Node] = field(default_factory=list)
+
+    def undo(self) -> None:
+        for reader, old, new in reversed(self.moved):
+            reader.replace_input_with(new, old)
+        for node in reversed(self.added):
+            node.graph.erase_node(node)
 
 
 @dataclass
@@ -75,6 +86,7 @@ class _Program:
     Attributes:
         bytes: of each storage that is made inside, at the given sizes.
         peak, at: the most bytes that are alive at once, and the position of the op where they are.
+        views: nodes whose memory another node made.
     """
 
     graph: Graph
@@ -88,11 +100,21 @@ class _Program:
         self.made: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
         self.changed: set[int] = set()
+        self.views: set[Node] = set()
         for k, node in enumerate(self.nodes):
             self._place(k, node)
-            for key in {key for n in node.all_input_nodes for key in self.storage[n]}:
-                self.readers[key].append(k)
+        self._read()
         self.peak, self.at = self._most()
+
+    def _read(self) -> None:
+        """Who reads what; what nobody reads any more is still there (`undo` may need it) and reads nothing."""
+        idle: set[Node] = set()
+        for node in reversed(self.nodes):
+            if idle.issuperset(node.users) and (node in self.views or _is_elementwise(node)):
+                idle.add(node)
+                continue
+            for key in {key for n in node.all_input_nodes for key in self.storage[n]}:
+                self.readers[key].append(self.position[node])
 
     def _place(self, position: int, node: Node) -> None:
         if changes_in_place(node):
@@ -101,6 +123,8 @@ class _Program:
             return
         values = tensors_of(node)
         self.storage[node] = tuple(storage_of(v) for v in values)
+        if any(k in self.made for k in self.storage[node]):
+            self.views.add(node)
         for key, value in zip(self.storage[node], values, strict=True):
             if key not in self.made:
                 self.made[key], self.readers[key] = position, []
@@ -134,16 +158,15 @@ class _Program:
 
     # ---- what is made again
 
-    def lower_peak(self) -> bool:
-        """Make one value again that is alive at the peak and not read there; False if there is none."""
+    def lower_peak(self) -> _Step | None:
+        """Make one value again that is alive at the peak and not read there; None if there is none."""
         found = [n for n in self.nodes[: self.at] if self._may_go(n)]
         for node in sorted(found, key=lambda n: (-self.bytes[self.storage[n][0]], -self.position[n])):
             readers = self._later_readers(node)
             place = min(readers, key=self.position.__getitem__)
             if self._operands_are_there(node, self.position[place]):
-                self._again(node, readers, place)
-                return True
-        return False
+                return self._again(node, readers, place)
+        return None
 
     def _may_go(self, node: Node) -> bool:
         if not _is_elementwise(node) or len(self.storage[node]) != 1:
@@ -164,11 +187,11 @@ class _Program:
     def _later_readers(self, node: Node) -> list[Node]:
         """Ops after the peak that read a value or a view of it; views are not among them."""
         key = self.storage[node][0]
-        reads = (self.nodes[k] for k in self.readers[key] if k > self.at)
+        reads = (self.nodes[k] for k in sorted(self.readers[key]) if k > self.at)
         return [n for n in reads if key not in self.storage[n]]
 
-    def _again(self, node: Node, readers: Iterable[Node], place: Node) -> None:
-        again: dict[Node, Node] = {}
+    def _again(self, node: Node, readers: Iterable[Node], place: Node) -> _Step:
+        step, again = _Step(), {}  # type: tuple[_Step, dict[Node, Node]]
         views = {n for n, keys in self.storage.items() if keys == self.storage[node]}
 
         def copy(own: Node) -> Node:
@@ -178,14 +201,14 @@ class _Program:
                 with self.graph.inserting_before(place):
                     again[own] = self.graph.node_copy(own, lambda n: again.get(n, n))
                 evaluate(again[own])
+                step.added.append(again[own])
             return again[own]
 
         for reader in readers:
             for operand in [n for n in reader.all_input_nodes if n in views]:
                 reader.replace_input_with(operand, copy(operand))
-        for view in sorted(views - {node}, reverse=True):
-            if not view.users:
-                self.graph.erase_node(view)
+                step.moved.append((reader, operand, copy(operand)))
+        return step
 
 
 def _is_elementwise(node: Node) -> bool:
