@@ -107,7 +107,7 @@ class _Program:
         self.peak, self.at = self._most()
 
     def _read(self) -> None:
-        """Who reads what; what nobody reads any more is still there (`undo` may need it) and reads nothing."""
+        """Who reads what; what nobody reads any more is there for `undo`, and reads nothing."""
         idle: set[Node] = set()
         for node in reversed(self.nodes):
             if idle.issuperset(node.users) and (node in self.views or _is_elementwise(node)):
