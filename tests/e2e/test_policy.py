@@ -136,17 +136,21 @@ def test_predicted_peak_is_what_is_live(policy: str) -> None:
 
 @pytest.mark.slow
 def test_policies_hold_less_where_they_should() -> None:
-    peaks = {}
-    for name, policy in {"default": {}, **POLICIES}.items():
-        model = build("llama", dtype=torch.float32, num_hidden_layers=6, **WIDE)
+    def peak(layers: int, **policy: Any) -> int:
+        model = build("llama", dtype=torch.float32, num_hidden_layers=layers, **WIDE)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         streambp_fx.transform(model, chunk=32, loss_chunk=32, **policy)
         model(**plain(2, 80)).loss.backward()
-        peaks[name] = live(model, plain(2, 512))
+        return live(model, plain(2, 512))
+
+    one_input = 2 * 512 * WIDE["hidden_size"] * 4
+    peaks = {name: peak(9, **policy) for name, policy in {"default": {}, **POLICIES}.items()}
     assert peaks["every 2"] < 0.8 * peaks["default"] < 0.8 * peaks["attention"]
     assert peaks["disk"] < 0.6 * peaks["default"]
     assert peaks["host"] == peaks["default"], "the CPU's memory is the host's"
+    assert peaks["default"] - peak(6) == 3 * one_input, "an input a layer"
+    assert peaks["disk"] == peak(6, offload="disk"), "none, however many layers there are"
 
 
 def test_the_policy_is_chosen_for_the_memory() -> None:
