@@ -188,7 +188,8 @@ def sum_with_elementwise_product(program: Program, node: Node) -> Node | None:
         return None
     for other, product in (node.args, node.args[::-1]):
         factors = product.args
-        wide = product.target is aten.mul.Tensor and all(isinstance(n, Node) for n in factors)
+        wide = product.target is aten.mul.Tensor
+        wide = wide and all(isinstance(n, Node) and tensors_of(n) for n in factors)
         if not wide or product.kwargs or len(product.users) != 1 or product < other:
             continue
         if program.stays(product, other) and all(_form(n)[-2:] == _form(node)[-2:] for n in factors):

@@ -236,6 +236,20 @@ def test_sum_with_an_elementwise_product(case: Any, dtype: torch.dtype, expected
     assert check(case, dtype)[1][aten.addcmul.default] == expected
 
 
+def test_a_product_with_a_number_of_the_program() -> None:
+    """Such a number is a node of the graph, but no tensor."""
+
+    def case(x: T) -> T:
+        return x.exp() + x * (x.shape[1] / 50)
+
+    x = inputs()["x"]
+    module = make_fx(case, tracing_mode="symbolic")(x)
+    simplify(module.graph)
+    module.recompile()
+    assert ops_of(module)[aten.addcmul.default] == 0
+    torch.testing.assert_close(module(x), case(x))
+
+
 # ---- gradients of slices
 
 
