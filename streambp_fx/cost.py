@@ -163,6 +163,8 @@ class StepCost(ProgramCosts):
         states = self.states_of(runner)
         for state in states:
             ledger.hold(("state", state), STATE, self.bytes_of(state, sizes))
+        if states and self.is_full(runner):
+            yield from self._calls(phase, ledger, sizes, segment, runner, "states")
         yield from self._calls(phase, ledger, sizes, segment, runner, "forward")
         self._hold_kept(ledger, segment, sizes, sizes.tokens)
         ledger.drop(*(("state", s) for s in states))
@@ -304,6 +306,8 @@ class StepCost(ProgramCosts):
                 ledger.hold(("state gradient", state), STATE_GRADIENTS, self.sum_bytes(state, sizes))
             self._hold_gradients(ledger, sizes, segment)
             yield from self._calls("backward", ledger, sizes, segment, runner, "joint")
+            if states and self.is_full(runner):
+                yield from self._calls("backward", ledger, sizes, segment, runner, "state_joint")
             ledger.drop(*((k, s) for s in states for k in ("state", "state gradient")))
         ledger.drop(("kept", segment.index))
         ledger.drop(*(("gradient", n) for n in outputs))

@@ -1,9 +1,13 @@
-"""Live tensor bytes of steps."""
+"""Live tensor bytes of steps, and their work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from streambp_fx.report.live import LiveBytes
 
@@ -12,3 +16,18 @@ def measure(run: Callable[[], Any], known: Any = ()) -> LiveBytes:
     with LiveBytes(known) as meter:
         run()
     return meter
+
+
+class Work(TorchDispatchMode):
+    """Counts the multiplications and additions of matrix products and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")  # products into a buffer are products
+        count = flop_registry.get(getattr(torch.ops.aten, name, None))
+        self.total += count(*args, **(kwargs or {}), out_val=out) if count is not None else 0
+        return out

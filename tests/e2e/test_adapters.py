@@ -19,9 +19,8 @@ from e2e_check import (
     step,
     transform,
 )
+from e2e_memory import Work
 from e2e_models import build, padded, perturb, plain
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import streambp_fx
 
@@ -136,21 +135,6 @@ def test_dropout_before_an_adapter() -> None:
                 parameter.data.add_(way, alpha=sign)
             sides.append(float(loss_of(model).detach()))
         assert abs((sides[0] - sides[1]) / 2e-5 - slope) <= 1e-6 * abs(slope)
-
-
-class Work(TorchDispatchMode):
-    """Counts the multiplications and additions of matrix products and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.rstrip("_")  # products into a buffer are products
-        count = flop_registry.get(getattr(torch.ops.aten, name, None))
-        self.total += count(*args, **(kwargs or {}), out_val=out) if count is not None else 0
-        return out
 
 
 def work_of(model: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import STANDIN, check_exact, compare, in_double, pair, transform
-from e2e_memory import measure
+from e2e_memory import Work, measure
 from e2e_models import HIDDEN, VOCAB, build, padded, perturb, plain, sample
 from torch import nn
 from torch.nn import functional as F
@@ -197,6 +197,21 @@ def test_predicted_peak_is_what_is_live(mixer: str) -> None:
         expression = found.cost.peak_expression(2)
         bound = int(expression.subs({TOKENS: tokens, CHUNK: 64, LOSS_CHUNK: 32}))
         assert bound >= 0.97 * live, "an expression for chunks of full length"
+
+
+@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+def test_work_over_all_rows_is_counted() -> None:
+    """Where a row reads all rows, states are filled before the chunks and differentiated after them."""
+    model = with_mixer("rows that see nothing", layer=1, impl="eager", **WIDE)
+    streambp_fx.transform(model, chunk=64, loss_chunk=32)
+    model(**plain(2, 80)).loss.backward()
+    found = streambp_fx.schedule(model)
+    assert found is not None
+    with Work() as work:
+        model(**plain(2, 256)).loss.backward()
+    timeline = list(found.cost.timeline(found.cost.sizes(256)))
+    assert {"states", "joint", "state_joint"} <= {m.program for m in timeline}
+    assert sum(m.flops for m in timeline) == work.total
 
 
 # -- the warning -----------------------------------------------------------------------------------------
