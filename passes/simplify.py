@@ -187,10 +187,10 @@ def sum_with_elementwise_product(program: Program, node: Node) -> Node | None:
     if node.kwargs or not is_plain(node) or dtype_of(node) not in FULL_PRECISION:
         return None
     for other, product in (node.args, node.args[::-1]):
+        if product.target is not aten.mul.Tensor or product.kwargs or len(product.users) != 1:
+            continue
         factors = product.args
-        wide = product.target is aten.mul.Tensor
-        wide = wide and all(isinstance(n, Node) and tensors_of(n) for n in factors)
-        if not wide or product.kwargs or len(product.users) != 1 or product < other:
+        if product < other or not all(isinstance(n, Node) and tensors_of(n) for n in factors):
             continue
         if program.stays(product, other) and all(_form(n)[-2:] == _form(node)[-2:] for n in factors):
             return program.insert(product, node, aten.addcmul.default, other, *factors)

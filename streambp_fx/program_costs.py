@@ -16,7 +16,6 @@ from .passes.footprints import mask_facts
 from .passes.inputs import Extent
 from .passes.ir import Facts, Reach, Segment, shape_of, sum_dtype, tensors_of
 from .passes.joint import WholeStep
-from .passes.mask_data import first_column_condition
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
 
@@ -51,7 +50,7 @@ class ProgramCosts:
 
     def __init__(self, facts: Facts, executor: Executor, known: ProgramCosts | None = None) -> None:
         self.facts, self.executor = facts, executor
-        self.plain, self.open = _unpadded(executor), _open(executor)
+        self.plain = _unpadded(executor)
         self.wide = executor.wide
         self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
         self._counted: tuple | None = None
@@ -66,13 +65,15 @@ class ProgramCosts:
         return [s.node for s in runner.programs.states.values()]
 
     def is_full(self, runner: SegmentRunner) -> bool:
-        """True if every step runs a segment with FULL reach."""
-        return runner.segment.reach is Reach.FULL or not self.open.isdisjoint(runner.masks)
+        """True if every step runs the chunks of a segment with FULL reach."""
+        always = not self.executor.asked.always_full.isdisjoint(runner.masks)
+        return runner.segment.reach is Reach.FULL or (always and not runner.segment.chained)
 
     def extents(self, runner: SegmentRunner, sizes: Sizes) -> list[Any]:
         rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
+        full = self.is_full(runner)
         if not sizes.symbolic:
-            return runner.extents_of(sizes.tokens, rows, self.is_full(runner))
+            return runner.extents_of(sizes.tokens, rows, full)
         total = sizes.tokens - runner.segment.removed
         prefix = total - rows if runner.segment.mixings else 0
         window = runner.segment.window
@@ -80,7 +81,7 @@ class ProgramCosts:
         if window is not None:
             prefix = int(window) - 1
             low = total - rows - prefix
-        return [Extent(rows, prefix, low, total, self.is_full(runner))]
+        return [Extent(rows, prefix, low, total, full)]
 
     def calls_of(self, runner: SegmentRunner, kind: str, sizes: Sizes) -> list[Call]:
         """What each chunk of a segment costs; identical segments are counted once for one step."""
@@ -88,7 +89,8 @@ class ProgramCosts:
         if self._counted != step:
             self._counted, self._calls_of = step, {}
         plain = self._plain_of(runner)
-        key = (id(runner.programs), kind, plain, runner.segment.window, runner.segment.removed)
+        segment = runner.segment
+        key = (id(runner.programs), kind, plain, self.is_full(runner), segment.window, segment.removed)
         if key not in self._calls_of:
             found = []
             for chunk, extent in enumerate(self.extents(runner, sizes)):
@@ -120,8 +122,7 @@ class ProgramCosts:
             window = runner.segment.window
             prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
             numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
-        alone = kind == "state_joint" or (kind == "states" and not runner.segment.chained)
-        own = numbers.own() if alone and extent.full else numbers
+        own = runner.extent_of(kind, numbers)
         key = (id(runner.programs), kind, plain, own.pattern)
         if key not in self._programs:
             self._programs[key] = _cost_of(runner, self.facts, kind, plain, own)
@@ -205,10 +206,3 @@ def _unpadded(executor: Executor) -> frozenset[Node]:
     """Masks of which nothing but causality is left where no token is padding."""
     found = ((m, mask_facts(executor.facts, m)) for m in executor.masks)
     return frozenset(m for m, known in found if known.plain_without_data and not known.has_bias)
-
-
-def _open(executor: Executor) -> frozenset[Node]:
-    """Masks under which a row may attend to all columns whatever the batch is, see `masks_to_test`."""
-    found = ((m, mask_facts(executor.facts, m)) for m, additive in executor.masks.items() if additive)
-    asked = ((m, first_column_condition(known, lambda leaf: tensors_of(leaf)[0])) for m, known in found)
-    return frozenset(m for m, answer in asked if answer is False)

@@ -122,10 +122,7 @@ class SegmentCode:
         return Step(sizes, tokens, 2**40, OwnedBuffers(), *chunks, plain=plain, full=every)
 
     def extents(self, kind: str, step: Step) -> list[Extent]:
-        extents = self.runner.extents(step)
-        if kind == "state_joint" or (kind == "states" and not self.segment.chained):
-            return [e.own() for e in extents]
-        return extents
+        return [self.runner.extent_of(kind, e) for e in self.runner.extents(step)]
 
     def _add(self, found: list[Variant], kind: str, extent: Extent, step: Step) -> None:
         """Print the program of a chunk, unless it is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -92,6 +93,16 @@ class MaskQuestions:
     def full(self, questions: Questions) -> frozenset[Node]:
         """Masks under which some row may attend to all columns, see NOTE [rows that see nothing]."""
         return frozenset(m for m in self.additive if questions.answer(("open", m)) == [0])
+
+    @cached_property
+    def always_full(self) -> frozenset[Node]:
+        """Those masks of `full` for which it takes no data to tell: they are in every step."""
+        fake = {m: masks.first_column_condition(self.known[m], _fake_value) for m in self.additive}
+        return frozenset(m for m, condition in fake.items() if condition is False)
+
+
+def _fake_value(node: Node) -> Tensor:
+    return tensors_of(node)[0]
 
 
 def masks_to_test(facts: Facts) -> dict[Node, bool]:

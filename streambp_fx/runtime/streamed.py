@@ -103,6 +103,11 @@ class SegmentRunner:
             result.append(Extent(rows, start - low, low, total, full))
         return result
 
+    def extent_of(self, kind: str, extent: Extent) -> Extent:
+        """What a program of a kind reads for a chunk: state rows alone are made of their own rows."""
+        alone = kind == "state_joint" or (kind == "states" and not self.segment.chained)
+        return extent.own() if alone else extent
+
     @cached_property
     def samples(self) -> Samples | str:
         """Where the samples are, or why they are not known to be independent."""
@@ -198,9 +203,8 @@ class SegmentRunner:
             sizes = [extent.rows, extent.prefix, extent.low, extent.total, step.seed]
             kinds = ["joint", *(("state_joint",) if extent.full and self.programs.states else ())]
             for kind in kinds:
-                own = extent.own() if kind == "state_joint" else extent
                 numbers = [known[s] for s in self.programs.slots(kind).symbols]
-                self.program(kind, own, step, [*sizes, *numbers])
+                self.program(kind, self.extent_of(kind, extent), step, [*sizes, *numbers])
 
     def rows_of(self, node: Node, value: Tensor, extent: Extent, step: Step) -> Tensor:
         """The rows of a chunk as a view of the whole value."""
