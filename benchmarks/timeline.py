@@ -156,9 +156,9 @@ class Timeline(LiveBytes):
         output = LOSS if self._at[-1] == LOSS else STORED
         self.held_for(output if node in runner.segment.outputs else HIDDEN, [buffer])
 
-    def finished(self, finish: Callable, runner: SegmentRunner, accumulators: list) -> list[torch.Tensor]:
+    def finished(self, finish: Callable, runner: SegmentRunner, *args: Any) -> list[torch.Tensor]:
         """In the place of `SegmentRunner.finished`."""
-        found = finish(runner, accumulators)
+        found = finish(runner, *args)
         self.held_for(PARAMETERS, found)
         return found
 

@@ -339,11 +339,15 @@ class StepCost(ProgramCosts):
                 ledger.hold(parts[0], PARAMETERS, self.bytes_of(node, sizes))
 
     def _round(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> Iterator[Moment]:
-        """Sums in a wider dtype become gradients, one after the other: both are held for the moment."""
+        """Sums in a wider dtype become gradients, one after the other.
+
+        Where others will be added both are held for the moment, see NOTE [rounded in place].
+        """
         for node in segment.constants:
             key = ("parameter", node, segment.index)
             size = self.bytes_of(node, sizes)
-            if key in ledger.held and ledger.held[key][1] != size:
+            alone = node in self.facts.parameters and self.first_use[node] == segment.index
+            if not alone and key in ledger.held and ledger.held[key][1] != size:
                 held = ledger.bytes((PARAMETERS, size))
                 yield Moment("backward", segment.index, None, None, held)
                 ledger.hold(key, PARAMETERS, size)

@@ -182,7 +182,9 @@ class Sweeps:
         """Sums in a wider dtype, in the dtype of what they are gradients of."""
         pairs = zip(self.code.accumulators, self.runner.diff_constants, strict=True)
         dtypes = [(name, tensors_of(node)[0].dtype) for name, node in pairs]
-        return [f"    {n} = {n}.to({dtype})" for n, dtype in dtypes if self._sum_dtype(dtype) != dtype]
+        lines = [f"    {n} = {n}.to({dtype})" for n, dtype in dtypes if self._sum_dtype(dtype) != dtype]
+        note = "    # written over the sum where the parameter has a gradient that it is added to"
+        return [note, *lines] if lines else []
 
     def _gradient_buffers(self) -> list[str]:
         pairs = zip(self.code.row_gradients, self.runner.diff_rows, strict=True)

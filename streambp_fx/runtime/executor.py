@@ -26,13 +26,14 @@ from ..passes.segment import samples
 from ..passes.vjp import SegmentPrograms
 from .blocks import Step
 from .common import OwnedBuffers
+from .function import StreamedSegment
 from .head import OneSweepHead, Sweep, sweep_of
 from .lazy import LazyOutput
 from .offload import Store, store_for
 from .padding import Padding
 from .questions import MaskQuestions, Questions, masks_to_test
 from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
-from .streamed import SegmentRunner, StreamedSegment
+from .streamed import SegmentRunner
 from .whole import WholeSegment
 
 aten = torch.ops.aten

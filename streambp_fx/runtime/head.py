@@ -148,7 +148,7 @@ class OneSweepHead(torch.autograd.Function):
         for gradient in ctx.gradients:
             ctx.step.owned.add(gradient)
         found = dict(zip(runner.diff_rows, ctx.gradients, strict=True))
-        found.update(zip(runner.diff_constants, runner.finished(ctx.accumulators), strict=True))
+        found.update(zip(runner.diff_constants, runner.finished(ctx.accumulators, ctx), strict=True))
         ctx.gradients = None
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None,) * 4 + tuple(found.get(n) for n in inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +20,8 @@ from ..passes.lower import Lowered
 from ..passes.segment import row_axis
 from ..passes.vjp import SegmentPrograms
 from .blocks import Block, Part, Step, counts
-from .common import compile_error, refuse_double_backward, split_rows
+from .common import compile_error, split_rows
+from .rounding import is_added, rounded
 
 
 class SegmentRunner:
@@ -71,12 +71,22 @@ class SegmentRunner:
         wide = self.programs.wide
         return [torch.zeros_like(t, dtype=sum_dtype(t.dtype) if wide else t.dtype) for t in given]
 
-    def finished(self, accumulators: list[Tensor]) -> list[Tensor]:
-        """The gradients in the dtypes of what they are gradients of; the list is emptied."""
-        found = []
+    def finished(self, accumulators: list[Tensor], function: Any) -> list[Tensor]:
+        """The gradients in the dtypes of what they are gradients of; the list is emptied.
+
+        Args:
+            function: the autograd node that returns them, whose inputs are `rows`, then `constants`.
+        """
+        inputs, found = (*self.segment.rows, *self.segment.constants), []
         for node in self.diff_constants:
-            found.append(accumulators.pop(0).to(tensors_of(node)[0].dtype))
+            alone = node not in self.constants_before and is_added(function, inputs.index(node))
+            found.append(rounded(accumulators.pop(0), tensors_of(node)[0].dtype, in_place=alone))
         return found
+
+    @cached_property
+    def constants_before(self) -> frozenset[Node]:
+        """Constants of earlier segments: their gradients wait for what those will add."""
+        return frozenset(n for s in self.facts.segments[: self.segment.index] for n in s.constants)
 
     def _unwritten(self, node: Node, step: Step, like: Tensor) -> Tensor:
         """A stand-in for a value that nobody reads: its shape, without its memory."""
@@ -338,75 +348,3 @@ class Values:
     def workspace_of(self, dtype: torch.dtype) -> Tensor:
         """A tensor without elements, with the memory that the last chunk's had."""
         return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype)).resize_(0)
-
-
-class StreamedSegment(torch.autograd.Function):
-    """Autograd function of one streamed segment: keeps its inputs, and what the policy adds to them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], unread: bool, *tensors: Tensor
-    ) -> tuple:
-        """
-        Args:
-            unread: a second forward for the sake of what is saved; the outputs need not hold anything.
-        """
-        count = len(runner.segment.rows)
-        values = Values(list(tensors[:count]), list(tensors[count:]), whole)
-        ctx.runner, ctx.step, ctx.count, ctx.inputs = runner, step, count, len(tensors)
-        outputs = tuple(runner.forward(step, values, tensors[0], unread))
-        ctx.whole, ctx.chunks = len(whole), len(values.kept)
-        ctx.save_for_backward(*tensors, *whole, *itertools.chain(*values.kept))
-        if runner.needs_grad:
-            runner.prepare_backward(step)
-        ctx.set_materialize_grads(False)
-        frozen = [
-            o
-            for n, o in zip(runner.segment.outputs, outputs, strict=True)
-            if n not in runner.facts.needs_grad
-        ]
-        ctx.mark_non_differentiable(*frozen)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        refuse_double_backward()
-        with torch._C._DisableAutocast():
-            return StreamedSegment._gradients(ctx, gradients)
-
-    @staticmethod
-    def _gradients(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple:
-        runner, step = ctx.runner, ctx.step
-        tensors = iter(ctx.saved_tensors)
-        saved, whole = (list(itertools.islice(tensors, n)) for n in (ctx.inputs, ctx.whole))
-        values = Values(saved[: ctx.count], saved[ctx.count :], whole)
-        kept = list(tensors)
-        if kept:
-            each = len(kept) // ctx.chunks
-            values.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
-        by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
-        given = [by_node[n] for n in runner.diff_outputs]
-        if all(g is None for g in given):
-            return (None,) * (4 + len(saved))
-        reuse = _can_reuse(runner, step, given)
-        values.cotangents = [
-            runner.allocate(n, step, saved[0], zero=True) if g is None else g
-            for n, g in zip(runner.diff_outputs, given, strict=True)
-        ]
-        values.accumulators = runner.accumulators(values.constants)
-        rows = runner.backward(step, values, saved[0], reuse)
-        for gradient in rows:
-            step.owned.add(gradient)
-        found = dict(zip(runner.diff_rows, rows, strict=True))
-        found.update(zip(runner.diff_constants, runner.finished(values.accumulators), strict=True))
-        inputs = (*runner.segment.rows, *runner.segment.constants)
-        return (None, None, None, None, *(found.get(n) for n in inputs))
-
-
-def _can_reuse(runner: SegmentRunner, step: Step, cotangents: list[Tensor | None]) -> bool:
-    """True if the gradient of the one streamed input may overwrite that of the one output."""
-    if not runner.can_overwrite() or cotangents[0] is None:
-        return False
-    gradient = cotangents[0]
-    same = tensors_of(runner.diff_rows[0])[0].dtype == gradient.dtype and gradient.is_contiguous()
-    return same and step.owned.take(gradient)
