@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ class PeerSpec(StepSpec):
         "fused-loss",
         "liger",
         "compile",
+        "streamed-cudnn",
         "reference",
         "published",
     )
@@ -145,11 +146,26 @@ def _load(path: Path) -> Any:
     return module
 
 
+def _streamed_cudnn(model: Any, spec: StepSpec) -> Step:
+    """Streamed, with flash attention switched off while programs are made, so that cuDNN's is taken."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    streamed = build_step(model, replace(spec, mode="streamed"))
+    allowed = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def step(tokens: torch.Tensor) -> float:
+        with sdpa_kernel(allowed):
+            return streamed(tokens)
+
+    return step
+
+
 BUILDERS = {
     "checkpointing": _checkpointing,
     "chunked-loss": _chunked_loss,
     "fused-loss": _fused_loss,
     "liger": _liger,
     "compile": _compile,
+    "streamed-cudnn": _streamed_cudnn,
     "reference": _reference,
 }

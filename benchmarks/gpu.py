@@ -58,6 +58,7 @@ ORDER = (
     "checkpointing-offload-chunked-loss",
     "streamed-host",
     "streamed-attention",
+    "streamed-cudnn",
     "checkpointing-offload",
     "liger",
     "checkpointing-chunked-loss",

@@ -35,7 +35,9 @@ def _exactness(found: Any) -> Table:
         "worst error",
     )
     for key, value in found.exact.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and "reason" in value:
+            table.add_row(key, "-", value["reason"])
+        elif isinstance(value, dict):
             table.add_row(key, f"{value['loss']:.6g}", f"{value['gradient_error']:.2e}")
     if found.reason:
         table.add_row("", "", found.reason)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from streambp_fx.passes.kernels import CUDNN_FROM, cudnn_version
 
 from .errors import BenchmarkError
 
@@ -42,6 +43,13 @@ Need = Callable[[Setup, str], "str | None"]
 
 def _cuda(setup: Setup, model_type: str) -> str | None:
     return None if setup.device == "cuda" else "needs CUDA"
+
+
+def _cudnn(setup: Setup, model_type: str) -> str | None:
+    version = cudnn_version()
+    if version is None or version < CUDNN_FROM:
+        return f"needs cuDNN {CUDNN_FROM} or later, this is {version}"
+    return None
 
 
 def _package(name: str, pip: str = "") -> Need:
@@ -88,12 +96,12 @@ class Mode:
     @property
     def chunked(self) -> bool:
         """Its figures depend on the chunk of a layer."""
-        return self.step in ("streamed", "reference", "published")
+        return self.ours or self.step in ("reference", "published")
 
     @property
     def ours(self) -> bool:
         """It is streambp-fx."""
-        return self.step == "streamed"
+        return self.step.startswith("streamed")
 
     @property
     def loss_chunk(self) -> int | None:
@@ -189,6 +197,14 @@ _ALL = (
     Mode("streamed-every-2", "streamed, every=2", "streamed", "", {"every": 2}),
     Mode("streamed-disk", 'streamed, offload="disk"', "streamed", "", {"offload": "disk"}),
     Mode("streamed-host", 'streamed, offload="host"', "streamed", "", {"offload": "host"}, (_cuda,)),
+    Mode(
+        "streamed-cudnn",
+        "streamed, attention by cuDNN",
+        "streamed-cudnn",
+        "inputs kept; flash attention switched off",
+        {},
+        (_cuda, _cudnn),
+    ),
     Mode("streamed-inductor", 'streamed, body="inductor"', "streamed", "", {"body": "inductor"}),
 )
 MODES = {mode.name: mode for mode in _ALL}

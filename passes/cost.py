@@ -262,6 +262,7 @@ def _arguments(node: Node) -> dict[str, Any]:
 @flops(
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_efficient_attention,
     aten.scaled_dot_product_attention,
 )
@@ -275,6 +276,7 @@ def _attention(node: Node) -> sympy.Expr:
 @flops(
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
     aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward,
 )
 def _attention_backward(node: Node) -> sympy.Expr:

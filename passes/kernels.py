@@ -8,9 +8,10 @@ NOTE [tested without a GPU]: the CUDA kernels were tested by emulation of their 
 PyTorch's sources say of them, and on fake tensors only. They have not run on a GPU. `benchmarks/gpu.sh`
 compares gradients on one, in half precision and in float32, before it measures.
 
-NOTE [cuDNN is left out]: PyTorch's shape function gives its log-sum-exp the shape (B, H, c, 1), the backward
-in PyTorch's sources adds a dim to it, and neither says how it is defined. Where PyTorch itself prefers cuDNN,
-chunks use the flash kernel.
+NOTE [flash before cuDNN]: cuDNN compiles a kernel for each pair of rows and columns that it meets, in device
+memory that PyTorch's allocator does not know of (aten/src/ATen/native/cudnn/MHA.cpp), and the blocks of a
+chunked step have as many pairs as there are chunks. PyTorch prefers it on Hopper and Blackwell; here it is
+taken where flash attention is switched off, until it was measured on blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 LARGE_BLOCKS = 768  # query rows; see NOTE [rows for the kernel]
 LSE_ROWS = 32  # the memory-efficient kernel pads its log-sum-exp to a multiple of these
 BIAS_COLUMNS = 16  # rows of a bias begin at multiples of these elements, as PyTorch lays them out
+
+CUDNN_FROM = 91501  # 9.15.1
 
 Result = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -153,6 +156,40 @@ class CudaFlash(Kernel):
         return self.op_backward(*operands, *lengths, 0.0, block.causal, state, state, scale=block.scale)
 
 
+class CudaCudnn(Kernel):
+    """cuDNN's attention on CUDA: half precision, no mask; grouped heads that are not stacked are repeated.
+
+    NOTE [log-sum-exp of cuDNN]: natural logarithms of sums over scaled scores, as other kernels have them, of
+    shape (B, H, c, 1) since PyTorch 2.9. PyTorch too merges blocks by it, and hands the merged one to the
+    backward of each block (torch/distributed/tensor/experimental/_context_parallel).
+    """
+
+    op = aten._scaled_dot_product_cudnn_attention.default
+    op_backward = aten._scaled_dot_product_cudnn_attention_backward.default
+
+    def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        if mask is not None or not _on_cuda(query, key, value):
+            return False
+        size = query.shape[-1]
+        fits = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 128
+        return fits and _dtype(query, key, value) in HALF and _cudnn_runs(query)
+
+    def forward(self, block: Block) -> Result:
+        operands = _ungrouped(block)
+        out, lse, *_ = self.op(*operands, None, True, 0.0, block.causal, False, scale=block.scale)
+        return out, lse.squeeze(-1)
+
+    def backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        """Lengths, as offsets, are for sequences of several lengths; there is no bias."""
+        query, key, value = _ungrouped(block)
+        state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, so not read
+        sums = lse.contiguous().unsqueeze(-1)
+        operands = (gradient, query, key, value, out, sums, state, state, None, None, None)
+        lengths = (query.shape[2], key.shape[2])
+        dq, dk, dv = self.op_backward(*operands, *lengths, 0.0, block.causal, scale=block.scale)
+        return dq, *_regrouped(block, dk, dv)
+
+
 class CudaEfficient(Kernel):
     """Memory-efficient attention on CUDA: half precision and float32, a bias; grouped heads are repeated.
 
@@ -208,12 +245,10 @@ class CudaEfficient(Kernel):
         operands = (gradient, query, key, value, block.bias, out, sums, state, state)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = self.op_backward(*operands, 0.0, wanted, block.causal, scale=block.scale)
-        if block.groups > 1:
-            dk, dv = (x.unflatten(1, (-1, block.groups)).sum(2) for x in (dk, dv))
-        return dq, dk, dv
+        return dq, *_regrouped(block, dk, dv)
 
 
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaEfficient())
+KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaCudnn(), CudaEfficient())
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Kernel | None:
@@ -257,6 +292,23 @@ def _flash_runs(device: torch.device, size: int) -> bool:
     return settings.flash_sdp_enabled() and built and capability >= (8, 0) and not too_large
 
 
+def _cudnn_runs(query: Tensor) -> bool:
+    """True if cuDNN's kernel and its backward are right for every number of rows, and not switched off.
+
+    These are PyTorch's own conditions (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Versions before
+    9.15.1 lack a fix for lengths that 128 does not divide; some later ones refuse single rows.
+    """
+    version = cudnn_version()
+    single = isinstance(query.shape[2], int) and query.shape[2] == 1
+    runs = _capability(query.device) >= (8, 0) and version is not None and version >= CUDNN_FROM
+    return torch.backends.cuda.cudnn_sdp_enabled() and runs and not single
+
+
+def cudnn_version() -> int | None:
+    """As 91501 for 9.15.1; None: there is none. For a program that is not run, one that will do."""
+    return torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN_FROM
+
+
 def _wider(size: int, multiple: int) -> int:
     """The next multiple above a size; written so that it is seen to be above for every size."""
     return size + multiple - size % multiple
@@ -268,3 +320,10 @@ def _ungrouped(block: Block) -> tuple[Tensor, Tensor, Tensor]:
         return block.query, block.key, block.value
     key, value = (x.repeat_interleave(block.groups, 1) for x in (block.key, block.value))
     return block.query, key, value
+
+
+def _regrouped(block: Block, *gradients: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of repeated heads as those of the heads themselves."""
+    if block.groups == 1:
+        return gradients
+    return tuple(x.unflatten(1, (-1, block.groups)).sum(2) for x in gradients)

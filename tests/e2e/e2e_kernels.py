@@ -26,6 +26,13 @@ class FlashOnCpu(kernels.CudaFlash):
         return mask is None and query.shape[-1] == value.shape[-1]
 
 
+class CudnnOnCpu(kernels.CudaCudnn):
+    """cuDNN's kernel, taken for operands on a CPU and in float32."""
+
+    def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        return mask is None and query.shape[-1] == value.shape[-1]
+
+
 class EfficientOnCpu(kernels.CudaEfficient):
     """The memory-efficient kernel of CUDA, taken for operands on a CPU."""
 
@@ -33,8 +40,9 @@ class EfficientOnCpu(kernels.CudaEfficient):
         return True
 
 
-KERNELS = {"flash": (FlashOnCpu(),), "efficient": (EfficientOnCpu(),)}
+KERNELS = {"flash": (FlashOnCpu(),), "efficient": (EfficientOnCpu(),), "cudnn": (CudnnOnCpu(),)}
 KERNELS["flash, efficient"] = KERNELS["flash"] + KERNELS["efficient"]
+KERNELS["cudnn, efficient"] = KERNELS["cudnn"] + KERNELS["efficient"]
 
 
 @pytest.fixture
@@ -43,6 +51,8 @@ def cuda_ops() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_scaled_dot_product_flash_attention", flash)
     library.impl("_scaled_dot_product_flash_attention_backward", flash_backward)
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn)
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward)
     library.impl("_scaled_dot_product_efficient_attention", efficient)
     library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward)
     yield
@@ -141,6 +151,65 @@ def flash_backward(
     weights = (_scores(query, keys, None, is_causal, scale) - lse.unsqueeze(-1)).exp()
     dq, *rest = _gradients(grad_out, query, keys, values, out, weights, scale)
     dk, dv = (g.unflatten(1, (-1, groups)).sum(2) for g in rest)
+    return _laid_as(query, dq), _laid_as(key, dk), _laid_as(value, dv)
+
+
+# ---- cuDNN: half precision, no mask, no grouped heads (of which it takes some), log-sum-exp (B, H, c, 1)
+
+
+def _check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> None:
+    assert dropout == 0.0 and bias is None and query.shape[1] == key.shape[1] == value.shape[1]
+    assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (query, key, value))
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 128
+
+
+def cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    _check_cudnn(query, key, value, attn_bias, dropout_p)
+    assert compute_log_sumexp and not return_debug_mask
+    scores = _scores(query, key, None, is_causal, scale)
+    out = (scores.softmax(-1) @ value.float()).to(query.dtype)
+    lse, state = scores.logsumexp(-1, keepdim=True), torch.tensor(7)
+    lengths = (query.shape[2], key.shape[2])
+    return _laid_as(query, out), lse, None, None, *lengths, state, state, None
+
+
+def cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> Any:
+    _check_cudnn(query, key, value, attn_bias, dropout_p)
+    assert cum_seq_q is None and cum_seq_k is None and (max_q, max_k) == (query.shape[2], key.shape[2])
+    assert logsumexp.dtype == torch.float32 and logsumexp.shape == (*query.shape[:3], 1)
+    assert philox_seed.dtype == philox_offset.dtype == torch.int64
+    assert logsumexp.squeeze(-1).is_contiguous(), "in other layouts nobody hands it to the op"
+    weights = (_scores(query, key, None, is_causal, scale) - logsumexp).exp()
+    dq, dk, dv = _gradients(grad_out, query, key, value, out, weights, scale)
     return _laid_as(query, dq), _laid_as(key, dk), _laid_as(value, dv)
 
 

@@ -42,7 +42,7 @@ def on_fake_device(
 ) -> Chosen:
     """The kernel for queries of `heads` heads on two heads of keys; nothing is computed."""
     with FakeTensorMode():
-        query = torch.empty(2, heads, 5, size, dtype=dtype, device=device)
+        query = torch.empty(2, heads, other.get("rows", 5), size, dtype=dtype, device=device)
         key = torch.empty(2, 2, 7, size, dtype=other.get("key", dtype), device=device)
         value = torch.empty(2, 2, 7, other.get("value_size", size), dtype=dtype, device=device)
         rows = torch.empty(2, 1, 5, 7, dtype=torch.bool, device=device) if mask else None
@@ -51,6 +51,7 @@ def on_fake_device(
 
 
 FLASH, EFFICIENT, CPU = kernels.CudaFlash, kernels.CudaEfficient, kernels.CpuFlash
+CUDNN = kernels.CudaCudnn
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,40 @@ def test_kernels_that_are_switched_off() -> None:
 
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert on_fake_device("cuda", HALF) is EFFICIENT
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        assert on_fake_device("cuda", HALF) is CUDNN
+        assert on_fake_device("cuda", HALF, mask=True) is EFFICIENT
+        assert on_fake_device("cuda", FULL) is EFFICIENT
     with sdpa_kernel([SDPBackend.MATH]):
         assert on_fake_device("cuda", HALF) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "given", "expected"),
+    [
+        (91501, (9, 0), {}, CUDNN),
+        (91501, (9, 0), {"value_size": 8}, None),
+        (91501, (9, 0), {"size": 136}, None),
+        (91501, (9, 0), {"size": 12}, None),
+        (91501, (9, 0), {"rows": 1}, None),
+        (91501, (7, 5), {}, None),
+        (91500, (9, 0), {}, None),  # lacks a fix for lengths that 128 does not divide
+        (None, (9, 0), {}, None),
+    ],
+)
+def test_where_cudnn_is_taken(
+    version: int | None,
+    capability: tuple[int, int],
+    given: dict[str, Any],
+    expected: Chosen,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    monkeypatch.setattr(kernels, "_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "cudnn_version", lambda: version)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        assert on_fake_device("cuda", HALF, **given) is expected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +148,7 @@ def test_which_kernel_on_which_device(
 def test_blocks_are_one_attention(name: str, masked: bool) -> None:
     """Merged over a prefix, or under a mask in which a row reads nothing; against products and a softmax."""
     kernel = KERNELS[name][-1]
-    if masked and isinstance(kernel, kernels.CudaFlash):
+    if masked and isinstance(kernel, kernels.CudaFlash | kernels.CudaCudnn):
         return
     torch.manual_seed(0)
     rows, prefix = 21, 30
@@ -178,7 +211,7 @@ def programs_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[A
     return found, [t for each in traces.values() for t in each]
 
 
-@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors: the kernel's ops, nothing as large as rows x columns, one program for all chunks."""
     _, expected = programs_of("cpu", monkeypatch)
@@ -199,7 +232,7 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedule.cost.timeline(schedule.cost.sizes(1000))
 
 
-@pytest.mark.parametrize("name", sample(["flash", "efficient"]))
+@pytest.mark.parametrize("name", sample(["flash", "cudnn", "efficient"]))
 @pytest.mark.usefixtures("cuda_ops")
 def test_printed_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step as a module of its own gives the same loss and gradients."""
@@ -218,7 +251,7 @@ def test_printed_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close_grads({n: found.get(n) for n in wanted}, wanted, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 @pytest.mark.usefixtures("cuda_ops")
 def test_backward_takes_any_layout(name: str) -> None:
     """What was kept may come back in another layout than it was made in."""
