@@ -348,6 +348,7 @@ def test_operands_and_results(kind: str) -> None:
         assert_all_chunked(streamed)
 
 
+@pytest.mark.slow
 def test_samples_end_where_they_do_elsewhere() -> None:
     """Padding behind the rows of a sample is not run: the samples are apart in such functions as well."""
     model = transform(with_linears(QuantisedLinear))

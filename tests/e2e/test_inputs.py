@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from e2e_check import assert_all_chunked, check_exact
 from e2e_models import build, tokens
 
 
+@pytest.mark.slow
 def test_a_slice_of_longer_ids_is_streamed() -> None:
     """Dynamo gives the stride of such a slice a symbol of its own; it is not a second sequence."""
     full = tokens(1, 256)

@@ -90,7 +90,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", sample(POLICIES, "attention, every 2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_exact_with_policies(policy: str) -> None:
     check_exact(functools.partial(build, "llama", num_hidden_layers=3), BATCHES, **POLICIES[policy])
 
