@@ -94,13 +94,21 @@ def pair(factory: Callable[[], Any], streamer: Transform | None = None, **option
     return eager, streamed
 
 
-def compare(eager: Any, streamed: Any, batches: Mapping[str, Any], rtol: float) -> None:
-    """Every batch on the same two models."""
+def compare(
+    eager: Any, streamed: Any, batches: Mapping[str, Any], rtol: float, unchunked: int | None = 0
+) -> None:
+    """Every batch on the same two models.
+
+    Args:
+        unchunked: how many segments run whole because the compiler cannot chunk them; None: nobody asks.
+    """
     for name, batch in batches.items():
         want_loss, want = step(eager, batch)
         got_loss, got = step(streamed, batch)
         assert_close_loss(got_loss, want_loss, rtol, name)
         assert_close_grads(got, want, rtol, name)
+    if unchunked is not None and not STANDIN:
+        assert_streamed(streamed, unchunked)
 
 
 @contextlib.contextmanager
@@ -119,13 +127,15 @@ def check_exact(
     batches: Mapping[str, Any],
     rtol: float | None = None,
     streamer: Transform | None = None,
+    unchunked: int | None = 0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Streamed equals eager on all batches. Returns both models for further questions."""
+    """Streamed equals eager on all batches, and is streamed. Returns both models for further questions."""
     with in_double(factory):
         eager, streamed = pair(factory, streamer, **options)
         dtype = next(eager.parameters()).dtype
-        compare(eager, streamed, batches, RTOL[dtype] if rtol is None else rtol)
+        rtol, unchunked = RTOL[dtype] if rtol is None else rtol, None if streamer else unchunked
+        compare(eager, streamed, batches, rtol, unchunked)
     return eager, streamed
 
 
@@ -139,6 +149,14 @@ def total_error(runs: Iterable[tuple[Grads, Grads]]) -> float:
             if b is not None
         )
     )
+
+
+def assert_streamed(model: Any, unchunked: int = 0) -> None:
+    """The graph that was compiled last is streamed, but for so many segments."""
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None, "nothing was streamed"
+    left = [s for s in schedule.segments if not s.chunked]
+    assert len(left) == unchunked and len(left) < len(schedule.segments), str(schedule)
 
 
 def assert_all_chunked(model: Any, at_least: int = 2) -> None:

@@ -1,171 +1,321 @@
-"""Random small models: blocks drawn from a menu of what people write, and losses of all shapes."""
+"""Random small models: blocks, losses, options and situations drawn from a menu of what people write.
+
+One seed: `python tests/e2e/e2e_random.py 17`; the least of it that fails: `python tests/e2e/e2e_random.py 17
+shrink`; some of its blocks: `python tests/e2e/e2e_random.py 17 0,2`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from e2e_adversary import SILENT, our_warnings, outcome, streamed
+from e2e_random_menu import LOSSES, Layer
+from e2e_random_plan import Plan, RefusedByEager, entry_of, plan_of
+from e2e_subject import VOCAB, WIDTH, Subject
 from torch import Tensor, nn
 
-VOCAB, WIDTH, HEADS = 19, 12, 3
-NEVER = float("-inf")
-HUGE = torch.finfo(torch.float64).min
-Block = Callable[["RandomModel", Tensor, list[Tensor], Tensor], Tensor]
+import streambp_fx
 
-
-def heads(x: Tensor) -> Tensor:
-    return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
-
-
-def joined(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
-
-
-def grid(x: Tensor) -> tuple[Tensor, Tensor]:
-    position = torch.arange(x.shape[1])
-    return position[:, None], position[None, :]
-
-
-def attend(model: RandomModel, x: Tensor, mask: Tensor | None = None, causal: bool = True) -> Tensor:
-    q, k, v = (heads(p(x)) for p in model.maps[:3])
-    return joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal))
-
-
-def by_hand(model: RandomModel, x: Tensor, hidden: Tensor, value: float) -> Tensor:
-    q, k, v = (heads(p(x)) for p in model.maps[3:])
-    scores = (q @ k.transpose(2, 3) * 0.3).masked_fill(hidden, value)
-    return joined(scores.softmax(-1) @ v)
-
-
-def grouped(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    shared = (t.unsqueeze(1).expand(-1, HEADS, -1, -1) for t in model.narrow(x).chunk(2, -1))
-    return joined(F.scaled_dot_product_attention(heads(model.maps[0](x)), *shared, is_causal=True))
-
-
-def across(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    """Keys of an early layer, values of the last one, none of them projected."""
-    return joined(F.scaled_dot_product_attention(heads(x), heads(past[0]), heads(past[-1]), is_causal=True))
-
-
-def chained(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    first = attend(model, x)
-    q, k, v = heads(model.maps[3](x)), heads(model.maps[4](first)), heads(first * x)
-    return joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-def padding(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    i, j = grid(x)
-    keep = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != 3], 1)
-    return attend(model, x, (j <= i)[None, None] & keep[:, None, None, :], causal=False)
-
-
-def slopes(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    i, j = grid(x)
-    bias = (-(i - j).abs() * 0.1).to(x.dtype).masked_fill(j > i, NEVER)
-    return attend(model, x, bias[None, None], causal=False)
-
-
-def no_grad(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        factor = model.maps[2](x).exp()
-    return factor * model.maps[3](x)
-
-
-def merged(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    batch, length, width = x.shape
-    rows = model.maps[5](x.transpose(0, 1).reshape(length * batch, width)).tanh()
-    return rows.view(length, batch, width).transpose(0, 1)
-
-
-def hidden(where: Callable[[Tensor, Tensor], Tensor], value: float) -> Block:
-    return lambda model, x, past, ids: by_hand(model, x, where(*grid(x)), value)
-
-
-BLOCKS: dict[str, Block] = {
-    "causal": lambda m, x, past, ids: attend(m, x),
-    "both ways": lambda m, x, past, ids: attend(m, x, causal=False),
-    "window": lambda m, x, past, ids: attend(
-        m, x, (grid(x)[1] <= grid(x)[0]) & (grid(x)[1] > grid(x)[0] - 5), False
-    ),
-    "hidden": hidden(lambda i, j: j > i, NEVER),
-    "hidden window": hidden(lambda i, j: (j > i) | (j <= i - 7), HUGE),
-    "rows that see nothing": hidden(lambda i, j: (j > i) | (j < 2), HUGE),
-    "grouped": grouped,
-    "across": across,
-    "chained": chained,
-    "padding": padding,
-    "slopes": slopes,
-    "merged": merged,
-    "no_grad": no_grad,
-    "mlp": lambda m, x, past, ids: m.down(F.gelu(m.up(x))),
-    "gated": lambda m, x, past, ids: torch.mul(*m.up(x).chunk(2, -1)),
-    "shift": lambda m, x, past, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] * m.maps[0].bias,
-    "constant": lambda m, x, past, ids: x @ (m.maps[0].weight @ m.maps[1].weight.T) * 0.1,
-    "data": lambda m, x, past, ids: x * (ids % 3 == 0).unsqueeze(-1) + ids.cumsum(1).unsqueeze(-1) * x / 100,
-    "skip": lambda m, x, past, ids: past[0] * x,
-    "mean": lambda m, x, past, ids: x.mean(1, keepdim=True) * m.maps[3](x),
-    "flip": lambda m, x, past, ids: x.flip(1),
-    "detached": lambda m, x, past, ids: x.detach() * m.maps[1](x),
-    "table": lambda m, x, past, ids: x * m.table[ids] + m.table[torch.arange(x.shape[1])],
-}
-
-
-def token_loss(model: RandomModel, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
-    return F.cross_entropy(model.head(x)[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
-
-
-def log_probabilities(model: RandomModel, x: Tensor, ids: Tensor) -> Tensor:
-    return model.head(x).log_softmax(-1).gather(-1, ids[..., None])[..., 0] * (ids > 5)
-
-
-LOSSES: dict[str, Block] = {
-    "tokens": token_loss,
-    "sum": lambda m, x, past, ids: F.cross_entropy(m.head(x).transpose(1, 2), ids, reduction="sum") / 50,
-    "preference": lambda m, x, past, ids: -log_probabilities(m, x, ids).sum(1).sigmoid().mean(),
-    "the last row": lambda m, x, past, ids: m.head(x)[:, -1].logsumexp(-1).mean(),
-    "the last rows": lambda m, x, past, ids: m.head(x[:, -2:]).square().mean(),
-    "and a norm": lambda m, x, past, ids: token_loss(m, x, past, ids) + 0.1 * past[-1].square().mean(),
-    "two heads": lambda m, x, past, ids: token_loss(m, x, past, ids) + m.head(past[0]).logsumexp(-1).mean(),
-    "squared": lambda m, x, past, ids: token_loss(m, x, past, ids) ** 2 + x.sum() * 0.01,
-    "greatest": lambda m, x, past, ids: m.head(x).amax((1, 2)).mean(),
-    "hidden states": lambda m, x, past, ids: x.tanh().mean(),
-}
+RTOL = 1e-8
+ATTEMPTS = 200
 
 
 class RandomModel(nn.Module):
-    """Embedding, one to four random blocks with residuals, and a random loss."""
+    """An embedding, the blocks of a plan with a norm before each, and its loss."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
-        choose = random.Random(seed)
-        torch.manual_seed(seed)
-        self.embed, self.head, self.norm = (
-            nn.Embedding(VOCAB, WIDTH),
-            nn.Linear(WIDTH, VOCAB),
-            nn.LayerNorm(WIDTH),
-        )
-        self.maps = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.narrow = nn.Linear(WIDTH, 2 * (WIDTH // HEADS))
-        self.table = nn.Parameter(torch.randn(100, WIDTH))
-        self.plan = [choose.choice(sorted(BLOCKS)) for _ in range(choose.randint(1, 4))]
-        self.loss, self.positions = choose.choice(sorted(LOSSES)), choose.random() < 0.3
-        self.expensive = choose.choice([4.0, 4.0, 0.0, 50.0])
-        self.chunk, self.loss_chunk = choose.choice([1, 3, 8, 16]), choose.choice([2, 8])
-        self.lengths = [choose.randint(2, 40), choose.randint(2, 70), self.chunk + 1]
-        self.batch = choose.randint(1, 3)
-        self.double()
+        entries = [entry_of(*b) for b in plan.blocks]
+        loss, parts = LOSSES[plan.loss[0]][plan.loss[1]]
+        self.layers: list[Layer] = [layer for layer, _ in entries]
+        self.loss = loss
+        self.units = nn.ModuleList()
+        plain: Subject | None = None
+        for number, (_, own) in enumerate(entries):
+            if number in plan.shared and plain is not None and own is None:
+                self.units.append(plain)
+                continue
+            unit = Subject(parts=own)
+            plain = unit if plain is None and own is None else plain
+            self.units.append(unit)
+        self.last = Subject(parts=parts)
+        self.embed = self.last.embed
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in entries])
+        generator = torch.Generator().manual_seed(plan.seed)
+        self.double().train()
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+        self.prepare(plan)
 
-    def forward(self, ids: Tensor) -> Any:
-        x = self.embed(ids)
-        if self.positions:
-            x = x + self.table[: ids.shape[1]]
+    def prepare(self, plan: Plan) -> None:
+        """Situations that last: frozen, tied and strided parameters, hooks on parameters."""
+        choose = random.Random(plan.seed)
+        if "frozen" in plan.extras:
+            for p in self.parameters():
+                p.requires_grad_(choose.random() < 0.7)
+            self.last.head.weight.requires_grad_(True)
+        if "tied" in plan.extras:
+            self.last.head.weight = self.last.embed.weight
+        if "strided" in plan.extras:
+            for unit in self.units:
+                weight = unit.lin.weight
+                unit.lin.weight = nn.Parameter(weight.detach().T.clone().T, weight.requires_grad)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
         past = [x]
-        for index, name in enumerate(self.plan):
-            y = BLOCKS[name](self, self.norm(x), past, ids)
-            x = x + y if index % 2 == 0 else y + 0.5 * x
+        for layer, unit, norm in zip(self.layers, self.units, self.norms, strict=True):
+            x = layer(unit, norm(x), past, input_ids)
             past.append(x)
-        return LOSSES[self.loss](self, x, past, ids)
+        return self.loss(self.last, x, past, input_ids)
+
+
+def _between(plan: Plan, model: RandomModel, step: int) -> None:
+    """Situations that begin with a step."""
+    unit = model.units[0]
+    if "forward hook" in plan.extras and step == 1:
+        unit.lin.register_forward_hook(lambda mod, args, out: out * 1.25)
+    if "parameter hook" in plan.extras and step == 0 and model.last.head.weight.requires_grad:
+        model.last.head.weight.register_hook(lambda g: g * 2)
+    if "gradient hook" in plan.extras and step == 1:
+        unit.lin.register_full_backward_hook(
+            lambda mod, i, o: tuple(None if g is None else g * 0.5 for g in i)
+        )
+
+
+def _loss(plan: Plan, output: Any) -> Tensor:
+    """Some outputs or all of them, as one number."""
+    leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise RefusedByEager("nothing has a gradient")
+    if "picked" in plan.extras:
+        leaves = leaves[plan.seed % len(leaves) :][:1]
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in leaves]
+    return sum((t * torch.linspace(0.5, 1.5, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in parts)  # type: ignore[return-value]
+
+
+Seen = tuple[float, dict[str, Any], dict[str, Tensor]]
+
+
+def steps(plan: Plan, model: RandomModel, call: Callable[..., Any]) -> Iterator[Seen]:
+    """Loss, gradients and state after each step."""
+    for number, (batch, length) in enumerate(plan.sizes):
+        generator = torch.Generator().manual_seed(plan.seed + number)
+        ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
+        model.zero_grad()
+        _between(plan, model, number)
+        torch.manual_seed(number)
+        loss = _loss(plan, call(ids))
+        loss.backward()
+        found = {n: None if p.grad is None else _plain(p.grad) for n, p in model.named_parameters()}
+        if "optimizer" in plan.extras:
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None and not p.grad.is_sparse:
+                        p.sub_(p.grad / (1 + p.grad.norm()), alpha=0.01)
+        yield float(loss.detach()), found, {n: v.detach().clone() for n, v in model.state_dict().items()}
+
+
+def _plain(g: Tensor) -> Tensor:
+    g = g.to_dense() if g.is_sparse else g
+    return (torch.view_as_real(g) if g.is_complex() else g).clone()
+
+
+def _norm(found: dict[str, Any]) -> float:
+    return math.sqrt(sum(float(g.square().sum()) for g in found.values() if g is not None))
+
+
+def tried(plan: Plan) -> list[Seen]:
+    """What eager does.
+
+    Raises:
+        RefusedByEager: it is of no use as a test.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            eager = RandomModel(plan)
+            seen = list(steps(plan, eager, eager))
+    except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
+        raise RefusedByEager(str(error)) from error
+    for loss, found, state in seen:
+        values = [v for v in state.values() if v.is_floating_point()]
+        if not (math.isfinite(loss) and 1e-6 < _norm(found) < 1e6) or not all(
+            v.isfinite().all() for v in values
+        ):
+            raise RefusedByEager(f"loss {loss}, gradients {_norm(found)}")
+    return seen
+
+
+def drawn(seed: int) -> Plan:
+    """The first plan of a seed that eager takes."""
+    for attempt in range(ATTEMPTS):
+        plan = plan_of(seed, attempt)
+        try:
+            tried(plan)
+        except RefusedByEager:
+            continue
+        return plan
+    raise AssertionError(f"seed {seed}: nothing that eager takes in {ATTEMPTS} attempts")
+
+
+@dataclass
+class Outcome:
+    """What was streamed of a plan."""
+
+    outcome: str
+    chunked: int
+    segments: int
+    warned: list[str] = field(default_factory=list)
+
+
+def run(plan: Plan) -> Outcome:
+    """Eager and streamed, compared.
+
+    Raises:
+        AssertionError: they differ; the message has the plan.
+    """
+    want = tried(plan)
+    torch._dynamo.reset()
+    segment = sys.modules["streambp_fx.passes.segment"]
+    before, segment.EXPENSIVE = segment.EXPENSIVE, plan.expensive  # type: ignore[attr-defined]
+    model = RandomModel(plan)
+    try:
+        with our_warnings() as warned:
+            call = streamed(model, plan.door, _options(plan))
+            if plan.draws:
+                _compare_with_itself(plan, model, call)
+            else:
+                for number, (a, b) in enumerate(zip(steps(plan, model, call), want, strict=True)):
+                    _compare(a, b, f"step {number}")
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n{plan}") from error
+    finally:
+        segment.EXPENSIVE = before  # type: ignore[attr-defined]
+    found = outcome(model, warned)
+    assert found != SILENT, f"not all is streamed, and no warning\n{plan}"
+    segments = segments_of(model)
+    return Outcome(found, sum(s.chunked for s in segments), len(segments), warned)
+
+
+def segments_of(model: nn.Module) -> list[Any]:
+    schedule = streambp_fx.schedule(model)
+    return [] if schedule is None else schedule.segments
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """The self-check is off but for every eighth plan: it would hide what is wrong. There it must agree."""
+    check = "first" if plan.seed % 8 == 7 else "never"
+    return {"check": check, "on_error": "raise", **dict(plan.options)}
+
+
+def _compare(got: Seen, want: Seen, where: str) -> None:
+    assert math.isclose(got[0], want[0], rel_tol=RTOL, abs_tol=1e-11), (
+        f"{where}: loss {got[0]}, eager {want[0]}"
+    )
+    total = _norm(want[1])
+    for name, b in want[1].items():
+        a = got[1][name]
+        assert (a is None) == (b is None), f"{where}: {name}: eager {b is not None}, streamed {a is not None}"
+        error = 0.0 if a is None else float((a - b).norm())
+        assert error <= RTOL * total, f"{where}: {name}: error {error}, of {total}"
+    for name, value in want[2].items():
+        same = torch.allclose(got[2][name], value, rtol=RTOL, atol=1e-9 * max(1.0, total))
+        assert same, f"{where}: {name} is another after the step"
+
+
+def _compare_with_itself(plan: Plan, model: RandomModel, call: Callable[..., Any]) -> None:
+    """Random ops: the same with the same seed, and a gradient that agrees with a finite difference."""
+    twice = [list(steps(plan, model, call)) for _ in range(2)] if not list(model.buffers()) else []
+    for a, b in zip(*twice, strict=True) if twice else ():
+        assert a[0] == b[0], f"{a[0]} and {b[0]} with one seed"
+        _compare(a, b, "once more")
+    batch, length = plan.sizes[0]
+    ids = torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(plan.seed))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return _loss(plan, call(ids))
+
+    model.zero_grad()
+    loss().backward()
+    generator = torch.Generator().manual_seed(3)
+    along = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+    expected = sum(
+        float((p.grad * d).sum()) for p, d in zip(parameters, along, strict=True) if p.grad is not None
+    )
+    sides = []
+    for shift in (1e-6, -2e-6):
+        with torch.no_grad():
+            for p, d in zip(parameters, along, strict=True):
+                p.add_(d, alpha=shift)
+        sides.append(float(loss().detach()))
+    difference = (sides[0] - sides[1]) / 2e-6
+    assert abs(difference - expected) <= 1e-4 * max(abs(expected), 1e-2), f"gradient {expected}, {difference}"
+
+
+def shrunk(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
+    """The plan without what it fails without."""
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(plan):
+            try:
+                tried(candidate)
+            except RefusedByEager:
+                continue
+            if fails(candidate):
+                plan, smaller = candidate, True
+                break
+    return plan
+
+
+def _smaller(plan: Plan) -> Iterator[Plan]:
+    for k in range(len(plan.blocks)):
+        if len(plan.blocks) > 1:
+            yield dataclasses.replace(plan, blocks=plan.blocks[:k] + plan.blocks[k + 1 :], shared=frozenset())
+    for extra in plan.extras:
+        yield dataclasses.replace(plan, extras=plan.extras - {extra})
+    if plan.loss != ("ordinary", "tokens"):
+        yield dataclasses.replace(plan, loss=("ordinary", "tokens"))
+    if plan.shared:
+        yield dataclasses.replace(plan, shared=frozenset())
+    for number in range(len(plan.sizes) if len(plan.sizes) > 1 else 0):
+        yield dataclasses.replace(plan, sizes=plan.sizes[:number] + plan.sizes[number + 1 :])
+    for name, _ in plan.options:
+        if name not in ("chunk", "loss_chunk"):
+            yield dataclasses.replace(plan, options=tuple(o for o in plan.options if o[0] != name))
+
+
+def fails(plan: Plan) -> bool:
+    try:
+        run(plan)
+    except AssertionError:
+        return True
+    return False
+
+
+def main(arguments: list[str]) -> None:
+    plan = drawn(int(arguments[0]))
+    if arguments[1:] == ["shrink"]:
+        plan = shrunk(plan, fails)
+    elif arguments[1:]:
+        kept = [int(k) for k in arguments[1].split(",")]
+        plan = dataclasses.replace(plan, blocks=tuple(plan.blocks[k] for k in kept), shared=frozenset())
+    print(plan)
+    print(run(plan))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1:])

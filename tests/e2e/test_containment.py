@@ -66,9 +66,9 @@ def test_a_fault_is_a_compile_error(fault: str, door: str, monkeypatch: pytest.M
     model = build("llama")
     before = copy.deepcopy(model.state_dict())
     if door == "compile":
-        call = torch.compile(model, backend="streambp", options=OPTIONS)
+        call = torch.compile(model, backend="streambp", options={**OPTIONS, "on_error": "raise"})
     else:
-        call = streambp_fx.transform(model, **OPTIONS)
+        call = streambp_fx.transform(model, **OPTIONS, on_error="raise")
     with pytest.raises(Exception, match=f"(?s){words}.*ZeroDivisionError.*on_error") as caught:
         call(**plain(2, 37))
     inner = getattr(caught.value, "inner_exception", caught.value)
@@ -83,12 +83,12 @@ def test_a_fault_is_a_compile_error(fault: str, door: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("fault", sample(FAULTS, *list(FAULTS)[:2]))
-def test_on_error_eager(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_a_warning(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and the step runs unstreamed, exactly."""
     words = FAULTS[fault](monkeypatch)
     eager = build("llama")
     model = copy.deepcopy(eager)
-    call = torch.compile(model, backend="streambp", options={**OPTIONS, "on_error": "eager"})
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
     for length in (37, 40):
         eager.zero_grad()
         eager(**plain(2, length)).loss.backward()

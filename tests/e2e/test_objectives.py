@@ -74,7 +74,6 @@ WAYS = [*(("llama", o) for o in OBJECTIVES), ("gemma2", "mean"), ("gemma2", "pre
 
 
 @pytest.mark.parametrize(("family", "objective"), sample(WAYS, *(("llama", o) for o in OFTEN)))
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_objectives_are_exact(family: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps: list[int | None] = []
     decide = executor._one_sweep
@@ -120,7 +119,7 @@ def test_rows_without_a_part_in_the_loss_are_left_out(tied: bool, monkeypatch: p
     prompt["labels"][1, :21] = -100
     prompt["labels"][:, 50:] = -100
     batches = {"some": prompt, "all": plain(2, 67)}
-    check_exact(functools.partial(build, "llama", tie_word_embeddings=tied), batches)
+    check_exact(functools.partial(build, "llama", tie_word_embeddings=tied), batches, check="never")
     chunks = list(split_rows(67, LOSS_CHUNK))
     with_labels = [start for start, rows in chunks if start + rows > 20 and start < 49]  # of the next token
     assert ran == [*with_labels, *(start for start, _ in chunks)] and len(with_labels) < len(chunks) - 2

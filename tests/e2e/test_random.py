@@ -1,52 +1,44 @@
 """Random models against eager: what the compiler makes of any combination must be exact.
 
-More of them: STREAMBP_RANDOM=500 make test ARGS="-k test_random_models"
+More of them: STREAMBP_RANDOM=500 make test ARGS="-k random_models". One, or the least of it that fails:
+`python tests/e2e/e2e_random.py 17`, `python tests/e2e/e2e_random.py 17 shrink`.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 import os
-import sys
 
+import e2e_random
 import pytest
-import torch
-from e2e_random import VOCAB, RandomModel
 
-import streambp_fx
-
-COUNT = int(os.environ.get("STREAMBP_RANDOM", "5"))
-
-
-@pytest.mark.parametrize("seed", range(COUNT))
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_models(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    eager = RandomModel(seed)
-    model = copy.deepcopy(eager)
-    monkeypatch.setattr(sys.modules["streambp_fx.passes.segment"], "EXPENSIVE", eager.expensive)
-    options = {"chunk": eager.chunk, "loss_chunk": eager.loss_chunk, "seq_dim": {"ids": 1}}
-    call = torch.compile(model, backend="streambp", options=options)
-    for step, length in enumerate(eager.lengths):
-        batch = eager.batch + (step if seed % 2 else 0)  # every other model meets several batch sizes
-        ids = torch.randint(0, VOCAB, (batch, length))
-        for own, run in ((eager, eager), (model, call)):
-            own.zero_grad()
-            loss = run(ids)
-            loss.backward()
-            own.last = float(loss.detach())
-        where = f"{eager.plan}, loss {eager.loss!r}, {batch} x {length}, chunk {eager.chunk}"
-        assert model.last == pytest.approx(eager.last, rel=1e-9, abs=1e-12), where
-        _compare(eager, model, where)
+OFTEN = (0, 3, 4, 5, 6)
+SEEDS = range(int(os.environ["STREAMBP_RANDOM"])) if "STREAMBP_RANDOM" in os.environ else OFTEN
+# The share of segments of these seeds that was chunked when the figure was last taken, less a little.
+FLOOR_SEEDS = range(40)
+FLOOR = 0.5
 
 
-def _compare(eager: RandomModel, model: RandomModel, where: str) -> None:
-    wanted = {n: p.grad for n, p in eager.named_parameters()}
-    total = math.sqrt(sum(float(g.square().sum()) for g in wanted.values() if g is not None))
-    assert math.isfinite(total)
-    for name, parameter in model.named_parameters():
-        want = torch.zeros_like(parameter) if wanted[name] is None else wanted[name]
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        error = float((got - want).norm())
-        assert error <= 1e-9 * total, f"{where}: {name} {error}\n{streambp_fx.schedule(model)}"
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_models(seed: int) -> None:
+    e2e_random.run(e2e_random.drawn(seed))
+
+
+def test_the_same_seed_is_the_same_model() -> None:
+    for seed in range(20, 24):
+        assert str(e2e_random.drawn(seed)) == str(e2e_random.drawn(seed))
+
+
+def test_a_plan_is_shrunk_to_what_fails() -> None:
+    plan = next(p for p in map(e2e_random.drawn, range(30)) if len(p.blocks) > 2)
+    kept = plan.blocks[1]
+    small = e2e_random.shrunk(plan, lambda candidate: kept in candidate.blocks)
+    assert small.blocks == (kept,) and not small.extras and len(small.sizes) == 1
+
+
+@pytest.mark.slow
+def test_streaming_is_not_lost() -> None:
+    chunked = segments = 0
+    for seed in FLOOR_SEEDS:
+        found = e2e_random.run(e2e_random.drawn(seed))
+        chunked, segments = chunked + found.chunked, segments + found.segments
+    assert chunked >= FLOOR * segments, f"{chunked} of {segments} segments are chunked"

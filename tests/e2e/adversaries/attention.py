@@ -1,0 +1,250 @@
+"""Attention by hand, beyond ops on scores: products with a base, recurrences, other keys and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from e2e_adversary import STREAMED, WHATEVER, Cases
+from e2e_subject import NEVER, Subject, grid, heads, joined, later
+from torch import Tensor
+
+from adversaries.scores import causal, distance, huge
+
+CASES = Cases("attention")
+
+
+def _flat(x: Tensor) -> Tensor:
+    return heads(x).flatten(0, 1)
+
+
+def _baddbmm(base: Callable[[Tensor], Tensor], beta: float, alpha: float, after: Callable[[Tensor], Tensor]):
+    def block(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = _flat(m.lin(x)), _flat(m.lin2(x)), _flat(m.v(x))
+        s = torch.baddbmm(base(x), q, k.mT, beta=beta, alpha=alpha)
+        return x + joined((after(s) @ v).unflatten(0, (x.shape[0], -1)))
+
+    return block
+
+
+def _alibi(x: Tensor) -> Tensor:
+    return (-distance(x) * 0.2).to(x.dtype)[None]
+
+
+for _beta in (1.0, 0.5, 2.0):
+    CASES.block(STREAMED, name=f"baddbmm with beta {_beta}")(
+        _baddbmm(lambda x: causal(x)[None], _beta, 0.4, lambda s: s.softmax(-1))
+    )
+for _beta in (0.0, -1.0, 1e-308):
+    CASES.block(WHATEVER, name=f"baddbmm with beta {_beta}")(
+        _baddbmm(lambda x: huge(x)[None], _beta, 0.4, lambda s: s.softmax(-1))
+    )
+CASES.block(STREAMED, name="baddbmm of ALiBi, masked afterwards")(
+    _baddbmm(
+        _alibi,
+        1.0,
+        0.3,
+        lambda s: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), NEVER).softmax(-1),
+    )
+)
+CASES.block(WHATEVER, name="baddbmm with alpha 0")(
+    _baddbmm(lambda x: causal(x)[None], 1.0, 0.0, lambda s: s.softmax(-1))
+)
+
+
+@CASES.block(WHATEVER)
+def baddbmm_of_weights(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Weights times values, over a base."""
+    w = m.scores(x).masked_fill(later(x), NEVER).softmax(-1).flatten(0, 1)
+    y = torch.baddbmm(_flat(m.lin(x)), w, _flat(m.v(x)), beta=0.5, alpha=-2)
+    return x + joined(y.unflatten(0, (x.shape[0], -1)))
+
+
+@CASES.block(WHATEVER)
+def addbmm_over_heads(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    w = m.scores(x)[0].masked_fill(later(x), NEVER).softmax(-1)
+    return x + torch.addbmm(m.lin(x)[0], w, heads(m.v(x))[0].repeat(1, 1, 3), beta=0.3)
+
+
+@CASES.block(STREAMED)
+def dropout_of_nothing_before_the_softmax(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    s = F.dropout(m.scores(x).masked_fill(later(x), NEVER), 0.0, True)
+    return x + m.weighted(x, s.softmax(-1))
+
+
+@CASES.block(STREAMED)
+def scores_of_one_layer_in_the_next(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """RealFormer: the scores before are added to those of the next attention."""
+    s = m.scores(x)
+    y = x + m.weighted(x, s.masked_fill(later(x), NEVER).softmax(-1))
+    return y + m.weighted(y, (m.scores(y) + s).masked_fill(later(x), NEVER).softmax(-1))
+
+
+@CASES.block(WHATEVER)
+def query_key_norm(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k = F.normalize(heads(m.lin(x)), dim=-1), F.normalize(heads(m.lin2(x)), dim=-1)
+    s = (q @ k.mT * m.scale[0].exp()).masked_fill(later(x), NEVER)
+    return x + m.weighted(x, s.softmax(-1))
+
+
+@CASES.block(WHATEVER)
+def keys_normalised_along_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k = heads(m.lin(x)).softmax(-1), heads(m.lin2(x)).softmax(-2)
+    return x + joined(q @ (k.mT @ heads(m.v(x))))
+
+
+@CASES.block(WHATEVER)
+def linear_attention_by_cumsum(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = F.elu(m.lin(x)) + 1, F.elu(m.lin2(x)) + 1, m.v(x)
+    state = (k[..., None] * v[..., None, :]).cumsum(1)
+    top = (q[..., None, :] @ state)[..., 0, :]
+    return x + top / ((q * k.cumsum(1)).sum(-1, keepdim=True) + 1)
+
+
+@CASES.block(WHATEVER)
+def retention(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    i, j = grid(x)
+    decay = torch.where(j <= i, 0.8 ** (i - j).clamp_min(0).to(x.dtype), 0.0)
+    w = m.scores(x) * decay
+    return x + m.weighted(x, w / w.abs().sum(-1, keepdim=True).clamp_min(1))
+
+
+@CASES.block(WHATEVER)
+def decay_of_data(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Forgetting transformer: differences of cumulative log gates as a bias."""
+    gate = F.logsigmoid(m.lin(x)[..., :3]).cumsum(1).transpose(1, 2)
+    bias = gate[..., :, None] - gate[..., None, :]
+    return x + m.weighted(x, (m.scores(x) + bias).masked_fill(later(x), NEVER).softmax(-1))
+
+
+@CASES.block(WHATEVER)
+def stick_breaking(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    s = m.scores(x)
+    keep = F.logsigmoid(-s).masked_fill(later(x), 0.0)
+    after = keep.flip(-1).cumsum(-1).flip(-1) - keep
+    return x + m.weighted(x, (F.logsigmoid(s) + after).exp().masked_fill(later(x), 0.0))
+
+
+@CASES.block(WHATEVER)
+def differential(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    a = m.scores(x).masked_fill(later(x), NEVER).softmax(-1)
+    b = (-m.scores(x)).masked_fill(later(x), NEVER).softmax(-1)
+    return x + m.weighted(x, a - m.scale[0] * b)
+
+
+@CASES.block(WHATEVER)
+def sdpa_with_scores_as_bias(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    bias = (m.scores(x) * 0.2).masked_fill(later(x), NEVER)
+    return x + joined(F.scaled_dot_product_attention(heads(x), heads(x), heads(m.v(x)), attn_mask=bias))
+
+
+@CASES.block(WHATEVER)
+def sdpa_with_a_bias_of_padding(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    keep = (ids != 3) | (torch.arange(x.shape[1]) == 0)
+    mask = ~later(x)[None, None] & keep[:, None, None]
+    return x + joined(F.scaled_dot_product_attention(heads(x), heads(x), heads(m.v(x)), attn_mask=mask))
+
+
+@CASES.block(WHATEVER)
+def sdpa_of_sequences_by_heads(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Attention over heads instead of rows: batch x T is the batch."""
+    h = m.lin(x).unflatten(-1, (3, 4))
+    return x + F.scaled_dot_product_attention(h, h * m.scale[:4], h).flatten(2)
+
+
+@CASES.block(WHATEVER)
+def keys_shifted(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Keys of the next row under a causal mask."""
+    k = F.pad(heads(m.lin2(x))[:, :, 1:], (0, 0, 0, 1))
+    s = (heads(m.lin(x)) @ k.mT).masked_fill(later(x), NEVER)
+    return x + m.weighted(x, s.softmax(-1))
+
+
+@CASES.block(WHATEVER)
+def values_reversed(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    w = m.scores(x).masked_fill(later(x), NEVER).softmax(-1)
+    return x + joined(w.flip(-1) @ heads(m.v(x)).flip(2))
+
+
+@CASES.block(WHATEVER)
+def queries_reversed(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = (heads(p(x)).flip(2) for p in (m.lin, m.lin2, m.v))
+    return x + joined(F.scaled_dot_product_attention(q, k, v, is_causal=True).flip(2))
+
+
+@CASES.block(WHATEVER)
+def keys_of_half_the_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    k = heads(m.lin2(x))[:, :, ::2]
+    hidden = torch.arange(0, x.shape[1], 2)[None] > torch.arange(x.shape[1])[:, None]
+    s = (heads(m.lin(x)) @ k.mT).masked_fill(hidden, NEVER)
+    return x + joined(s.softmax(-1) @ heads(m.v(x))[:, :, ::2])
+
+
+@CASES.block(WHATEVER)
+def pooled_keys(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    k = F.avg_pool1d(heads(m.lin2(x)).flatten(0, 1).mT, 2, ceil_mode=True).mT.unflatten(0, (-1, 3))
+    return x + joined((heads(m.lin(x)) @ k.mT).softmax(-1) @ k)
+
+
+@CASES.loss(WHATEVER)
+def scores_in_the_loss(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    w = m.scores(x).masked_fill(later(x), NEVER).softmax(-1)
+    loss = F.cross_entropy(m.head(m.weighted(x, w))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return loss + 0.1 * (w * (w + 1e-6).log()).sum(-1).mean()
+
+
+@CASES.loss(WHATEVER)
+def mean_weight_of_a_column_in_the_loss(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    w = m.scores(x).masked_fill(later(x), NEVER).softmax(-1)
+    loss = F.cross_entropy(m.head(m.weighted(x, w))[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return loss + w.mean((0, 1, 2)).square().sum()
+
+
+@CASES.loss(WHATEVER)
+def weights_as_an_output(m: Subject, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    w = m.scores(x).masked_fill(later(x), NEVER).softmax(-1)
+    return F.cross_entropy(m.head(m.weighted(x, w)).flatten(0, 1), ids.flatten()), w.mean(1)
+
+
+# ---- masks that are made in place
+
+
+@CASES.block(want=WHATEVER)
+def mask_by_setitem(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
+    mask[later(x)] = float("-inf")
+    return x + m.weighted(x, (m.scores(x) + mask).softmax(-1))
+
+
+@CASES.block(want=WHATEVER)
+def mask_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    scores = m.scores(x)
+    scores.masked_fill_(later(x), float("-inf"))
+    scores -= scores.amax(-1, keepdim=True).detach()
+    weights = scores.exp_()
+    total = weights.sum(-1, keepdim=True)
+    total += 0.1
+    return x + m.weighted(x, weights / total)
+
+
+@CASES.block()
+def mask_through_a_view_of_the_scores(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    scores = m.scores(x)
+    scores.flatten(0, 1).masked_fill_(later(x), float("-inf"))
+    return x + m.weighted(x, scores.softmax(-1))
+
+
+@CASES.block(want=WHATEVER)
+def mask_after_the_softmax_through_a_view(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The softmax is over all columns; the later ones are hidden only afterwards."""
+    weights = m.scores(x).softmax(-1) * 0.9
+    weights.mT.masked_fill_(later(x).T, 0.0)
+    return x + m.weighted(x, weights)
+
+
+@CASES.block()
+def triu_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype)
+    mask.triu_(1)
+    return x + m.weighted(x, (m.scores(x) + mask).softmax(-1))

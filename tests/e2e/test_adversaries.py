@@ -1,0 +1,68 @@
+"""Adversaries: one small model for each way that is known to get a wrong gradient out of such a compiler.
+
+They are tables of functions in `adversaries/`, a module a class. All of them:
+`make test ARGS="-m 'slow or not slow' -k adversaries"`; some: `-k "attention and baddbmm"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from adversaries import (
+    attention,
+    buffers,
+    calls,
+    complex_values,
+    functions,
+    gradients,
+    hooks,
+    in_place,
+    objectives,
+    random_ops,
+    scores,
+    situations,
+    views,
+)
+from e2e_adversary import DOORS, Case, check
+
+MODULES = (
+    views,
+    in_place,
+    complex_values,
+    scores,
+    attention,
+    random_ops,
+    buffers,
+    hooks,
+    functions,
+    gradients,
+)
+MODULES += (objectives, calls, situations)
+# One of each class runs by default.
+OFTEN: dict[str, str] = {
+    "in place: plus equals": "compile",
+    "in place: masked fill through heads": "transform",
+    "attention: triu in place": "transform",
+    "scores: masked_fill of a huge number": "compile",
+}
+
+
+def _parameters() -> list[Any]:
+    found = []
+    for module in MODULES:
+        for case in module.CASES.all.values():
+            for door in DOORS:
+                marks = () if OFTEN.get(case.id) == door else pytest.mark.slow
+                found.append(pytest.param(case, door, id=f"{case.id} [{door}]", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "door"), _parameters())
+def test_adversaries(case: Case, door: str) -> None:
+    check(case, door)
+
+
+def test_all_that_runs_often_is_there() -> None:
+    known = {case.id for module in MODULES for case in module.CASES.all.values()}
+    assert OFTEN.keys() <= known
