@@ -1,9 +1,10 @@
 """The compiler: an ordered list of passes over one captured graph.
 
     sequence       which sizes of the inputs are the sequence length
-    capture        Dynamo graph -> one pre-dispatch ATen graph, symbolic in the sequence length
+    capture        Dynamo graph -> one pre-dispatch ATen graph, symbolic in the sequence length; changes in
+                   place become functional by PyTorch's functionalization (`functional`)
     autocast       the casts that autocast makes inside ops, as ops
-    normalize      functional form, no no-ops, grouped heads handed to the kernel, losses split into rows
+    normalize      no dead code, no no-ops, grouped heads handed to the kernel, losses split into rows
     axes           which dim of each value carries the sequence, by op rules (`rules/`), never by size
     footprints     which rows a row reads: [i, i], a window, [0, i] or all; proved from the masks (`masks`)
     order          wide values made as late as they can be

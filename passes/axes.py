@@ -11,11 +11,13 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from .capture import CapturedGraph
+from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
+from .functional import MutationError
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
-from .rules import RuleContext, rule_of
+from .rules import Rule, RuleContext, rule_of
+from .rules.asking import ask
 from .rules.pointwise import align, pointwise
 
 UNKNOWN = "the sequence axis of"
@@ -25,6 +27,7 @@ def axes(captured: CapturedGraph) -> Facts:
     """Kinds and layouts of all nodes of a normalized graph."""
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
+    facts.written = captured.written
     context = RuleContext(facts)
     for node in facts.nodes:
         if node.op == "output":
@@ -35,6 +38,9 @@ def axes(captured: CapturedGraph) -> Facts:
         if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
             facts.layouts[node] = _layout(facts, context, node)
     facts.needs_grad = _reached_by_gradients(facts)
+    for node, value in zip(facts.written, facts.results[len(facts.outputs) :], strict=True):
+        if value in facts.needs_grad:
+            raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
     return facts
 
 
@@ -89,20 +95,25 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
             raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")
         if function is None:
             raise NotSeparable(f"no rule for {node.target}")
-        layout = function(context, node)
-        if any(len(layout) != t.dim() for t in tensors_of(node)[:1]):
-            raise NotSeparable(f"the rule of {node.target} does not fit its result")
-        if facts.kinds[node] is Kind.WHOLE:  # NOTE [whole values]
-            shape = shape_of(node)
-            layout = tuple(
-                ROW if a is None and s == facts.sequence else a for a, s in zip(layout, shape, strict=True)
-            )
-        return layout
-    except (NotSeparable, ValueError, IndexError, TypeError) as refusal:  # a form the rule never met
+        return ask(_whole_rows(function) if facts.kinds[node] is Kind.WHOLE else function, context, node)
+    except NotSeparable as refusal:
         if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):
             facts.refusals[node] = str(refusal)
             return _healed(facts, context, node)
         return _whole(facts, node)
+
+
+def _whole_rows(function: Rule) -> Rule:
+    """A rule, and rows in the dims of a whole value that have the size of the sequence symbol."""
+
+    def layout(context: RuleContext, node: Node) -> Layout:  # NOTE [whole values]
+        found, sequence = function(context, node), context.facts.sequence
+        sizes = shape_of(node)
+        if len(found) != len(sizes):
+            return found
+        return tuple(ROW if a is None and s == sequence else a for a, s in zip(found, sizes, strict=True))
+
+    return layout
 
 
 def _whole(facts: Facts, node: Node) -> Layout | None:

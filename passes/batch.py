@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 import torch
@@ -20,7 +21,8 @@ from .capture import source_line
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
 from .ir import Axis, Facts, Kind, Layout, NotSeparable, Role, Segment, operands, shape_of, tensors_of
-from .rules import RuleContext, forbid, merge_aligned, rule_of
+from .rules import Rule, RuleContext, forbid, merge_aligned, rule_of
+from .rules.asking import ask
 from .rules.contractions import sdpa_arguments
 from .size_operands import check_sizes, mentions
 
@@ -81,7 +83,7 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
             continue
         try:
             asked.layouts[node] = _checked(_layout(context, node, node in given))
-        except (NotSeparable, ValueError, IndexError, TypeError) as refusal:  # a form the rule never met
+        except NotSeparable as refusal:
             return f"{_op(node)}: {refusal} ({source_line(node)})"
         if asked.mixings or asked.slices:
             return f"{_op(node)}: it reads other samples ({source_line(node)})"
@@ -142,17 +144,22 @@ def _layout(context: RuleContext, node: Node, given: bool) -> Layout:
         return _seeded(facts, node)
     if not any(facts.carries(n) or mentions(facts, n) for n in (node, *operands(node))):
         return (None,) * tensors_of(node)[0].dim()
-    if isinstance(node.target, CustomFunction):
-        return custom_layout(context, node, axes)
-    check_sizes(facts, node, "batch size")
-    if node.target in FILLS | REPEATS:
-        return _repeated(context, node)
-    if node.target is aten.scaled_dot_product_attention.default:
-        return _attention(context, node)
-    rule = rule_of(node.target)
+    if not isinstance(node.target, CustomFunction):
+        check_sizes(facts, node, "batch size")
+    rule = _rule(node)
     if rule is None:
         raise NotSeparable("there is no rule for it")
-    return rule(context, node)
+    return ask(rule, context, node)
+
+
+def _rule(node: Node) -> Rule | None:
+    if isinstance(node.target, CustomFunction):
+        return partial(custom_layout, analysis=axes)
+    if node.target in FILLS | REPEATS:
+        return _repeated
+    if node.target is aten.scaled_dot_product_attention.default:
+        return _attention
+    return rule_of(node.target)
 
 
 def _seeded(facts: Facts, node: Node) -> Layout:

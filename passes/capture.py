@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -16,13 +16,14 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .custom_gradient import Retrace
-from .ir import shape_of, tensors_of
+from .functional import Memory, MutationError, changes_inside, changes_something, functional
+from .ir import evaluate, shape_of, tensors_of
 from .sequence import Lengths, values_of
+from .tracing import trace
 
 IN_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
@@ -41,6 +42,8 @@ class CapturedGraph:
         guards: what tracing assumed about the sizes; to be tested before the graph is used for others.
         values: of the size symbols, in the call for which the graph was captured.
         opaque: inputs that are no plain tensors (quantised weights), with the name of their class.
+        written: placeholders of inputs that the model changes in place. Their new values are the graph's last
+            outputs; the graph itself changes nothing.
     """
 
     module: torch.fx.GraphModule
@@ -51,6 +54,7 @@ class CapturedGraph:
     guards: list[sympy.Expr] = field(default_factory=list)
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
     opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
+    written: list[torch.fx.Node] = field(default_factory=list)
 
 
 class SymbolTable:
@@ -92,10 +96,7 @@ class SymbolTable:
         if not expression.free_symbols:
             return int(expression)
         ordered = sorted(expression.free_symbols, key=str)
-        sizes = [self._size(value, s) for s in ordered]
-        return (
-            sizes[0] if isinstance(expression, sympy.Symbol) else sympy.lambdify(ordered, expression)(*sizes)
-        )
+        return evaluate(expression, {s: self._size(value, s) for s in ordered})
 
     def _size(self, value: torch.SymInt, symbol: sympy.Symbol) -> int | torch.SymInt:
         known = {} if self.lengths is None else self.lengths.values
@@ -172,17 +173,16 @@ def capture(
     table = SymbolTable(mode.shape_env, lengths)
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
-    inputs = [_fake_input(value, table, mode, meta_as) for value in examples]
-    floats = frozenset(n for n in nodes if float_symbol(n) is not None)
-    with mode, fx_traceback.preserve_node_meta():
-        retrace = Retrace(module, floats, meta_as).run
-        traced = make_fx(retrace, pre_dispatch=True, tracing_mode="real")(*inputs)
+    make_inputs = lambda: [_fake_input(value, table, mode, meta_as) for value in examples]  # noqa: E731
+    inputs = make_inputs()
+    traced, written = _trace(module, mode, make_inputs, meta_as)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
         return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True), meta_as)
     result = CapturedGraph(traced, autocast=is_autocast_on(traced))
     result.guards = [guard.expr for guard in mode.shape_env.guards]
     result.values = table.values()
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    result.written = [placeholders[k] for k in written]
     for old, new, given, example in zip(nodes, placeholders, inputs, examples, strict=True):
         new.meta.setdefault("val", given)  # a number leaves no trace of its own
         new.meta["source"] = source_expression(old)
@@ -196,6 +196,43 @@ def capture(
             result.differentiable.add(new)
     result.sequence = _sequence(placeholders) if lengths is None else _symbol(table.found(lengths.sequence))
     return result
+
+
+def _trace(
+    module: torch.fx.GraphModule,
+    mode: FakeTensorMode,
+    make_inputs: Callable[[], list[object]],
+    meta_as: torch.device | None,
+) -> tuple[torch.fx.GraphModule, list[int]]:
+    """The graph without changes in place, and the positions of the inputs whose new values it returns last.
+
+    See NOTE [changes in place].
+
+    Raises:
+        MutationError: it changes something in a way that has no functional form.
+    """
+    floats = frozenset(n for n in module.graph.find_nodes(op="placeholder") if float_symbol(n) is not None)
+    memory = Memory()
+    with mode, fx_traceback.preserve_node_meta():
+        inputs = make_inputs()
+        memory.see(inputs)
+        run = Retrace(module, floats, meta_as, memory).run
+        traced = trace(run, *inputs, pre_dispatch=True)
+        nodes = list(traced.graph.nodes)
+        if not (memory.changed or any(map(changes_something, nodes)) or changes_inside(nodes)):
+            return traced, []
+        memory, written = Memory(), list[int]()
+        run = functional(Retrace(module, floats, meta_as, memory).run, memory, written)
+        try:
+            traced = trace(run, *make_inputs(), pre_dispatch=True)
+        except MutationError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            raise MutationError(f"its changes in place have no functional form ({reason})") from error
+        if any(map(changes_something, traced.graph.nodes)):
+            raise MutationError("some of its changes in place have no functional form")
+        return traced, written
 
 
 def _coincide(table: SymbolTable, lengths: Lengths) -> bool:

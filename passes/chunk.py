@@ -17,7 +17,19 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import attention, masks
-from .ir import Axis, Facts, Kind, PassError, Role, Segment, evaluate_size, operands, shape_of, tensors_of
+from .ir import (
+    Axis,
+    Facts,
+    Kind,
+    PassError,
+    Role,
+    Segment,
+    evaluate,
+    evaluate_size,
+    operands,
+    shape_of,
+    tensors_of,
+)
 from .normalize import grouped_source
 from .origins import Origins
 from .rules.contractions import sdpa_arguments
@@ -62,6 +74,8 @@ VIEW_ONLY = {
 RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
     aten.unflatten.int, aten.view_as.default, aten.reshape_as.default,
+    # by its sizes: `squeeze` itself would also take away the rows of a chunk of one row
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 }  # fmt: skip
 EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
 ALIGNED = {*pointwise_ops(), *ELEMENTWISE_LOSSES}
@@ -249,11 +263,7 @@ class Evaluation:
 
     def resolve(self, expr: sympy.Expr) -> Size:
         """A size that does not depend on the chunk (the sequence symbol means its full length)."""
-        if expr.is_Integer:
-            return int(expr)
-        symbols = sorted(expr.free_symbols, key=str)
-        values = [self.bound[s] for s in symbols]
-        return values[0] if isinstance(expr, sympy.Symbol) else sympy.lambdify(symbols, expr)(*values)
+        return evaluate(expr, {s: self.bound[s] for s in expr.free_symbols})
 
     def length(self, axis: Axis, role: Role) -> Size:
         column = role is Role.COLUMN or axis.role is Role.COLUMN
@@ -284,8 +294,18 @@ class Evaluation:
             assert axes is not None, f"{node} needs the axes of its reader"
             return self.block(node, axes)
         if (node, Role.ROW) not in self.values:
-            self.values[node, Role.ROW] = self.call(node, role, None)
+            self.values[node, Role.ROW] = self.constant(node)
         return self.values[node, Role.ROW]
+
+    def constant(self, node: Node) -> Any:
+        """A value that no row is in: the data that it is made of is all of the data, not a chunk's."""
+
+        def value(operand: Node) -> Any:
+            whole = self.facts.kinds[operand] is Kind.WHOLE
+            return self.bound[operand] if whole else self.operand(operand, Role.ROW)
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)
 
     def slice_whole(self, node: Node, axes: tuple[Axis | None, ...], role: Role) -> Tensor:
         value = self.bound[node]
@@ -339,14 +359,18 @@ class Evaluation:
         roles = dict(edges(self.facts, node, role)) if node in self.facts.mixings else {}
 
         def value(operand: Node) -> Any:
-            aligned = None
-            if result is not None and self.facts.kinds[operand] in (Kind.WHOLE, Kind.SQUARE):
-                rank = tensors_of(operand)[0].dim()
-                aligned = result[len(result) - rank :] if rank else ()
-            return self.operand(operand, roles.get(operand, role), aligned)
+            return self.aligned(operand, roles.get(operand, role), result)
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
         return node.target(*args, **kwargs)
+
+    def aligned(self, operand: Node, role: Role, result: tuple[Axis | None, ...] | None) -> Any:
+        """An operand that broadcasts to a result with these axes (None: its axes are its own)."""
+        axes = None
+        if result is not None and self.facts.kinds[operand] in (Kind.WHOLE, Kind.SQUARE):
+            rank = tensors_of(operand)[0].dim()
+            axes = result[len(result) - rank :] if rank else ()
+        return self.operand(operand, role, axes)
 
     def dropout(self, value: Tensor, probability: float) -> Tensor:
         """Dropout whose mask is drawn again, the same, when the chunk is recomputed."""

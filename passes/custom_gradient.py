@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -19,6 +20,10 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from .functional import Memory, MutationError, drops_nothing, plain
+
+# NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
+DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
 _count = itertools.count()
 
 
@@ -67,6 +72,7 @@ class Retrace(Interpreter):
         module: the Dynamo graph.
         floats: placeholders of Python floats that come as tensors: the tensor stands for the number.
         meta_as: device that takes the place of the meta device, or None.
+        memory: what is seen of changes in place; None: nobody asks.
     """
 
     def __init__(
@@ -74,13 +80,23 @@ class Retrace(Interpreter):
         module: GraphModule,
         floats: frozenset[Node] = frozenset(),
         meta_as: torch.device | None = None,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__(module)
-        self.meta_as = meta_as
+        self.meta_as, self.memory = meta_as, memory or Memory()
         self.items = {u for n in floats for u in n.users}
 
     def run_node(self, n: Node) -> Any:
-        return self.env[n.args[0]] if n in self.items else super().run_node(n)
+        if n in self.items:
+            return self.env[n.args[0]]
+        self.node = n
+        given = self.memory.versions([self.env[a] for a in n.all_input_nodes])
+        if n.target is torch._C._set_grad_enabled:
+            self.memory.synchronize()
+        result = super().run_node(n)
+        self.memory.see(result)
+        self.memory.check(given, n)
+        return result
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[tuple, dict]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -92,17 +108,27 @@ class Retrace(Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
-            return Retrace(args[0], meta_as=self.meta_as).run(*args[1:])
+            return Retrace(args[0], meta_as=self.meta_as, memory=self.memory).run(*args[1:])
+        if target in DROPOUTS and drops_nothing(*args, **kwargs):
+            return args[0] if args else kwargs["input"]
         if target is not torch._functorch.autograd_function.autograd_function_apply:
             return super().call_function(target, args, kwargs)
         if kwargs.get("dirty_idx"):
-            raise NotImplementedError("a custom autograd function that changes its inputs in place")
-        function = CustomFunction(args[0], args[1], kwargs)
-        mode = get_proxy_mode()
-        assert mode is not None
-        inputs = args[2:]
-        proxies = pytree.tree_map(mode.tracer.unwrap_proxy, inputs)
-        with disable_proxy_modes_tracing():
-            output = function(*inputs)
-        proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
-        return track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
+            raise MutationError("a custom autograd function changes its inputs in place", self.node)
+        return _as_one_node(CustomFunction(args[0], args[1], kwargs), args[2:])
+
+
+def _as_one_node(function: CustomFunction, inputs: tuple) -> Any:
+    """Call a custom function, recorded as one node of the trace."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    functional = any(isinstance(v, FunctionalTensor) for v in inputs)
+    given = tuple(map(plain, inputs))
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, given)
+    with disable_functional_mode(), disable_proxy_modes_tracing():
+        output = function(*given)
+    proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
+    found = track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
+    if not functional:
+        return found
+    return pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, found)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .capture import CapturedGraph
 from .custom_gradient import CustomFunction, Retrace
@@ -23,6 +22,7 @@ from .normalize import normalize
 from .rules import RuleContext
 from .rules.pointwise import align, pointwise_ops
 from .size_operands import check_sizes, mentions
+from .tracing import trace
 
 Analysis = Callable[[CapturedGraph], Facts]
 WHAT = "a custom autograd function"
@@ -40,6 +40,7 @@ def custom_layout(context: RuleContext, node: Node, analysis: Analysis) -> Layou
     call = _Call(context.facts, node)
     if call.is_elementwise():
         return align(context, call.tensors[0], call.tensors)
+    context.seen.update(call.tensors)
     return call.layout(analysis)
 
 
@@ -79,7 +80,7 @@ class _Call:
             self.outputs = len(made)
             cotangents = [torch.empty_like(o) for o in made]
             flat = (*given, *cotangents)
-            traced = make_fx(self._both, pre_dispatch=True, tracing_mode="real")(*flat)
+            traced = trace(self._both, *flat, pre_dispatch=True)
         own = {theirs: own for own, theirs in environment.symbols.items()}
         captured = CapturedGraph(traced, sequence=own.get(self.facts.sequence))
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]

@@ -16,7 +16,9 @@ from . import attention
 from .chunk import EXPANDS, RESHAPES, Evaluation, emit, grouped_columns
 from .ir import Axis, Role, tensors_of
 from .kernels import Block, CpuFlash, additive, choose
+from .rules import arguments
 from .rules.contractions import sdpa_arguments
+from .rules.pointwise import LIKE_ANOTHER
 
 aten = torch.ops.aten
 
@@ -31,6 +33,40 @@ def reshape(run: Evaluation, node: Node, role: Role) -> Tensor:
 def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Repeated to the sizes of the chunk."""
     return run.operand(node.args[0], role).expand(run.local_shape(node, role))
+
+
+@emit(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor)
+def broadcast(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Three operands, each with the sizes of the result.
+
+    PyTorch's way to make them alike knows no symbolic sizes under `torch.func`.
+    """
+    layout = run.facts.layouts[node]
+    shape = run.local_shape(node, role)
+    operands = [run.aligned(n, role, layout).expand(shape) for n in node.args]
+    return node.target(*operands, **node.kwargs)
+
+
+@emit(aten.pad.default, aten.constant_pad_nd.default)
+def pad(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """What is cut off (by a negative amount) is cut by slices: `pad` knows no symbolic sizes there."""
+    call = arguments(node)
+    amounts = call["pad"]
+    if call.get("mode", "constant") != "constant" or not any(isinstance(n, int) and n < 0 for n in amounts):
+        return run.call(node, role, None)
+    value = run.operand(call["self"], role)
+    for k, amount in enumerate(amounts):
+        if isinstance(amount, int) and amount < 0:
+            dim = value.dim() - 1 - k // 2
+            value = value.narrow(dim, 0 if k % 2 else -amount, value.shape[dim] + amount)
+    rest = [run.operand(n, role) if isinstance(n, Node) else max(n, 0) for n in amounts]
+    return aten.constant_pad_nd.default(value, rest, call["value"] or 0) if any(rest) else value
+
+
+@emit(*LIKE_ANOTHER)
+def cast_like(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """A cast; the tensor that lends its dtype is not needed on the chunk."""
+    return run.operand(node.args[0], role).to(tensors_of(node)[0].dtype)
 
 
 @emit(aten.dropout.default)
@@ -58,13 +94,13 @@ def linear(run: Evaluation, node: Node, role: Role) -> Tensor:
 
 @emit(aten.cross_entropy_loss.default)
 def cross_entropy(run: Evaluation, node: Node, role: Role) -> Tensor:
-    """Targets lie beside the rows; weights of classes do not."""
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    axes = {"input": None, "target": run.facts.layouts[node], "weight": (None,)}
-    values = {k: run.operand(v, role, axes[k]) if isinstance(v, Node) else v for k, v in given.items()}
-    weight, target = values.pop("weight", None), values.pop("target")
-    return aten.cross_entropy_loss.default(values.pop("input"), target, weight, *values.values())
+    """Targets lie beside the rows, classes or probabilities of them; weights of classes do not."""
+    call = arguments(node)
+    logits, target = call["self"], call["target"]
+    beside = logits if tensors_of(target)[0].dtype.is_floating_point else node
+    axes = {"self": None, "target": run.facts.layouts[beside], "weight": (None,)}
+    values = {k: run.operand(v, role, axes[k]) if k in axes and v is not None else v for k, v in call.items()}
+    return aten.cross_entropy_loss.default(**values)
 
 
 @emit(aten.matmul.default)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .capture import SymbolTable, new_fake_mode
-from .ir import expression
+from .ir import evaluate, expression
 
 
 class Environment:
@@ -48,8 +48,4 @@ class Environment:
 
     def size(self, size: int | torch.SymInt) -> Any:
         """A size of the captured graph in the symbols of this environment."""
-        expr = expression(size)
-        if expr.is_Integer:
-            return int(expr)
-        symbols = sorted(expr.free_symbols, key=str)
-        return sympy.lambdify(symbols, expr)(*(self.sizes[s] for s in symbols))
+        return evaluate(expression(size), self.sizes)

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from .capture import SymbolTable
 from .chunk import Ranges, State, narrow
-from .ir import Facts, expression, shape_of, sum_dtype, tensors_of
+from .ir import Facts, evaluate, expression, shape_of, sum_dtype, tensors_of
 from .segment import row_axis
 
 SIZES = ("rows", "prefix", "low", "total")
@@ -163,10 +163,7 @@ class FakeInputs:
         return value
 
     def _size(self, expr: sympy.Expr) -> Any:
-        if expr.is_Integer:
-            return int(expr)
-        symbols = sorted(expr.free_symbols, key=str)
-        return sympy.lambdify(symbols, expr)(*(self.sizes[s] for s in symbols))
+        return evaluate(expr, self.sizes)
 
     def _whole(self, node: Node, wide: bool = False) -> Tensor:
         value = tensors_of(node)[0]

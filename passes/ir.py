@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._sympy import functions as torch_functions
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
 class Kind(enum.Enum):
@@ -118,8 +121,8 @@ class NotSeparable(Exception):
 class Facts:
     """Everything the passes have proved about one graph.
 
-    `guards`, `values`, `sequence`, `parameters`, `differentiable` and `opaque` are those of the captured
-    graph.
+    `guards`, `values`, `sequence`, `parameters`, `differentiable`, `opaque` and `written` are those of the
+    captured graph.
     """
 
     module: GraphModule
@@ -129,10 +132,12 @@ class Facts:
     guards: list[sympy.Expr] = field(default_factory=list)
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
     opaque: dict[Node, str] = field(default_factory=dict)
+    written: list[Node] = field(default_factory=list)
     kinds: dict[Node, Kind] = field(default_factory=dict)
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
     mixings: dict[Node, Mixing] = field(default_factory=dict)
     refusals: dict[Node, str] = field(default_factory=dict)
+    faults: dict[Node, str] = field(default_factory=dict)  # bugs of op rules, each taken for a refusal
     slices: set[Node] = field(default_factory=set)
     masks: dict[Node, Any] = field(default_factory=dict)
     reach: dict[Node, Reach] = field(default_factory=dict)
@@ -146,6 +151,16 @@ class Facts:
     @property
     def nodes(self) -> list[Node]:
         return list(self.module.graph.nodes)
+
+    @property
+    def results(self) -> list[Any]:
+        """What the graph returns: the model's outputs, then the new values of `written`."""
+        return list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What the model returns: nodes, numbers and None."""
+        return self.results[: len(self.results) - len(self.written)]
 
     def kind(self, node: Node) -> Kind:
         return self.kinds[node]
@@ -212,6 +227,22 @@ def evaluate_size(node: Node, size: Callable[[sympy.Expr], Any]) -> Any:
         return size(expression(node.meta["val"]))
     args = torch.fx.node.map_arg(node.args, lambda n: evaluate_size(n, size))
     return node.target(*args)  # type: ignore[operator]
+
+
+def evaluate(size: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
+    """A size from the values of its symbols, which may be symbolic integers themselves."""
+    if size.is_Integer:
+        return int(size)
+    return sympy_interp(PythonReferenceAnalysis, dict(values), size)
+
+
+# The functions that PyTorch writes sizes with, on numbers.
+SIZE_FUNCTIONS = {name: getattr(torch_functions, name) for name in torch_functions.__all__}
+
+
+def compiled(symbols: Sequence[sympy.Symbol], size: sympy.Expr) -> Callable[..., Any]:
+    """A function of the values of `symbols`, ints: a size, or if a condition on sizes holds."""
+    return sympy.lambdify(list(symbols), size, [SIZE_FUNCTIONS, "math", "sympy"])
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -26,6 +25,7 @@ from .cost import storage_of, tensor_bytes
 from .environment import Environment
 from .extract import Subgraph
 from .ir import Facts
+from .tracing import trace
 
 
 class WholeStep:
@@ -56,7 +56,7 @@ class WholeStep:
     def traced(self) -> tuple[GraphModule, int]:
         """A graph of ATen ops whose outputs are the values and then the gradients; the number of values."""
         with self.mode, enable_python_dispatcher(), torch.enable_grad():
-            return make_fx(self._run, tracing_mode="real")(*self.flat), len(self.part.outputs)
+            return trace(self._run, *self.flat), len(self.part.outputs)
 
     def live(self) -> list[sympy.Expr]:
         """Bytes over the inputs that are alive after each op, see NOTE [what autograd holds]."""

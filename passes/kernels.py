@@ -138,9 +138,7 @@ class CudaFlash(Kernel):
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         if mask is not None or not _on_cuda(query, key, value):
             return False
-        size = query.shape[-1]
-        fits = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 256
-        return fits and _dtype(query, key, value) in HALF and _flash_runs(query.device, size)
+        return _half_heads(query, key, value, 256) and _flash_runs(query.device, query.shape[-1])
 
     def forward(self, block: Block) -> Result:
         operands = (block.query, block.key, block.value)
@@ -170,9 +168,7 @@ class CudaCudnn(Kernel):
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         if mask is not None or not _on_cuda(query, key, value):
             return False
-        size = query.shape[-1]
-        fits = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 128
-        return fits and _dtype(query, key, value) in HALF and _cudnn_runs(query)
+        return _half_heads(query, key, value, 128) and _cudnn_runs(query)
 
     def forward(self, block: Block) -> Result:
         operands = _ungrouped(block)
@@ -260,6 +256,13 @@ def _dtype(*operands: Tensor) -> torch.dtype | None:
     """The dtype of all operands, if it is one."""
     dtypes = {x.dtype for x in operands}
     return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _half_heads(query: Tensor, key: Tensor, value: Tensor, limit: int) -> bool:
+    """True for heads in half precision, all of one size, a multiple of 8 up to a limit."""
+    size = query.shape[-1]
+    fits = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= limit
+    return fits and _dtype(query, key, value) in HALF
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor) -> bool:

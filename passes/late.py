@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 
 from .cost import Memory
 from .extract import is_random
+from .functional import changes_something, written_arguments
 from .normalize import is_impure
 
 
@@ -118,11 +119,8 @@ def _needs(memory: Memory) -> dict[Node, list[Node]]:
 
 def _written(node: Node) -> list[Node]:
     """The operands that an op writes over."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not changes_something(node):
         return []
-    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     found: list[Node] = []
-    torch.fx.node.map_arg([given.get(name) for name in names], found.append)
+    torch.fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), found.append)
     return found

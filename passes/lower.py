@@ -175,9 +175,9 @@ def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable
 
 def _drop_assertions(graph: Graph) -> None:
     for node in list(graph.nodes):
-        name = str(node.target)
-        if node.op == "call_function" and ("_assert" in name or "sym_constrain" in name):
-            graph.erase_node(node)
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
+            graph.erase_node(node)  # it makes nothing: an assertion, which held when it was traced
 
 
 def _accumulate(graph: Graph, count: int) -> None:

@@ -1,12 +1,12 @@
-"""normalize: functional form, no dead code, no-ops removed, losses by rows first (`losses`).
+"""normalize: no dead code, no-ops removed, losses by rows first (`losses`).
 
 Every rewrite keeps the value (grouped heads up to rounding). Grad-mode regions become `detach`.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import sympy
@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .capture import CapturedGraph
+from .functional import changes_something
 from .ir import expression, shape_of
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import pointwise_ops
@@ -40,7 +41,6 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
     """Bring a captured graph to normal form, in place."""
     graph = captured.module.graph
     _grad_mode_regions(graph)
-    _functional_form(graph)
     for node in list(graph.nodes):
         for function in REWRITES.get(node.target, []):
             replacement = function(graph, node)
@@ -55,8 +55,7 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
 
 def is_impure(node: Node) -> bool:
     """True for a node that must stay though nobody reads it. A random op that nobody reads may go."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
+    return node.op in ("placeholder", "output") or changes_something(node)
 
 
 def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -89,43 +88,6 @@ def _grad_mode_regions(graph: Graph) -> None:
                 user.replace_input_with(node, detached)
 
 
-VIEWS = {
-    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor,
-    aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.chunk.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.alias.default, aten.t.default,
-    aten.unbind.int, aten.detach.default, operator.getitem, aten.numpy_T.default,
-}  # fmt: skip
-
-
-def _functional_form(graph: Graph) -> None:
-    """Replace `op_(x, ...)` by `op(x, ...)` where nothing else can see the change through an alias."""
-    order = {node: k for k, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            continue
-        base = node.args[0]
-        functional = getattr(aten, schema.name.split("::")[1].removesuffix("_"), None)
-        overload = getattr(functional, node.target._overloadname, None)
-        aliased = base.op != "call_function" or base.target in VIEWS
-        aliased = aliased or any(u.target in VIEWS and order[u] < order[node] for u in base.users)
-        if overload is None or aliased or not schema.name.endswith("_"):
-            raise MutationError(node)
-        new = insert(graph, node, overload, *node.args, **node.kwargs)
-        node.replace_all_uses_with(new)
-        for user in [u for u in base.users if order.get(u, -1) > order[node]]:
-            user.replace_input_with(base, new)
-        graph.erase_node(node)
-
-
-class MutationError(Exception):
-    """The graph changes a value in place that is seen through another name."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(f"{node.target} changes a value in place that other values share")
-        self.node = node
-
-
 # ---- no-ops
 
 
@@ -144,6 +106,19 @@ def alias(graph: Graph, node: Node) -> Node | None:
     return node.args[0]
 
 
+@rewrite(aten.copy.default)
+def copied(graph: Graph, node: Node) -> Node:
+    """What was copied into a value, in its dtype and shape, is the value. (`copy` has no derivative.)"""
+    target, source = node.args[:2]
+    old, new = target.meta["val"], source.meta["val"]
+    if old.dtype != new.dtype or old.device != new.device:
+        kwargs = {"dtype": old.dtype, "device": old.device}
+        source = insert(graph, node, aten._to_copy.default, source, **kwargs)
+    if shape_of(source) != shape_of(target):
+        source = insert(graph, node, aten.expand_as.default, source, target)
+    return source
+
+
 @rewrite(aten.dropout.default, aten.alpha_dropout.default)
 def no_dropout(graph: Graph, node: Node) -> Node | None:
     """Dropout that drops nothing is the value."""
@@ -160,6 +135,43 @@ def full_slice(graph: Graph, node: Node) -> Node | None:
     if isinstance(end, Node):
         reaches = expression(end.meta["val"]) == expression(size)
     return source if start in (None, 0) and reaches and step in (None, 1) else None
+
+
+@rewrite(aten.slice_scatter.default)
+def full_slice_scatter(graph: Graph, node: Node) -> Node | None:
+    """A replacement of everything is what replaces it."""
+    base, part = node.args[:2]
+    return part if shape_of(part) == shape_of(base) else None
+
+
+@rewrite(aten._native_batch_norm_legit_functional.default)
+def batch_norm_with_statistics(graph: Graph, node: Node) -> None:
+    """The result as the op that has a gradient; the new statistics as what they are."""
+    x, weight, bias, *statistics, training, momentum, eps = node.args
+    plain = insert(
+        graph, node, aten.batch_norm.default, x, weight, bias, None, None, training, momentum, eps, False
+    )
+    rows = insert(graph, node, aten.detach.default, x)
+    dims = [d for d in range(len(shape_of(x))) if d != 1]
+    made = {0: lambda: plain}
+    for place, old, op in zip((3, 4), statistics, (aten.mean.dim, aten.var.dim), strict=True):
+        made[place] = partial(_moved, graph, node, old, (op, rows, dims), momentum)
+    for user in list(node.users):
+        if user.args[1] in made:
+            user.replace_all_uses_with(made[user.args[1]]())
+            graph.erase_node(user)
+
+
+def _moved(graph: Graph, before: Node, old: Node, new: tuple, momentum: float) -> Node:
+    """A running statistic moved towards that of a batch."""
+    op, *given = new
+    batch = insert(graph, before, op, *given)
+    if old.meta["val"].dtype != batch.meta["val"].dtype:
+        batch = insert(graph, before, aten.to.dtype, batch, old.meta["val"].dtype)
+    kept = insert(graph, before, aten.mul.Tensor, old, 1 - momentum)
+    return insert(
+        graph, before, aten.add.Tensor, kept, insert(graph, before, aten.mul.Tensor, batch, momentum)
+    )
 
 
 @rewrite(aten.cat.default)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .ir import Facts, operands
+from .ir import Facts, operands, tensors_of
 
 aten = torch.ops.aten
 
@@ -48,6 +48,8 @@ def is_linear(facts: Facts, sources: list[Node], target: Node) -> bool:
 
 
 def _linear_step(node: Node, depends: set[Node]) -> bool:
+    if not all(v.is_floating_point() or v.is_complex() for v in tensors_of(node)):
+        return False  # a cast or a sum to whole numbers is a step function
     if node.target in LINEAR_IN_ALL:
         return True
     others = [a for a in _flat(node.args[1:]) if a in depends] + [

@@ -20,12 +20,11 @@ def outputs(facts: Facts, logits: str) -> Facts:
     Args:
         logits: "keep" leaves every output as it is.
     """
-    output = next(n for n in facts.nodes if n.op == "output")
-    values = list(output.args[0])
+    output, values = facts.module.graph.output_node(), facts.results
     losses = [n for n in values if isinstance(n, Node) and facts.kinds.get(n) is Kind.REDUCED]
     if logits == "keep" or not any(n in facts.needs_grad for n in losses):
         return facts
-    for position, node in enumerate(values):
+    for position, node in enumerate(facts.outputs):
         if isinstance(node, Node) and _is_wide(facts, node):
             facts.lazy[position] = node
             values[position] = None

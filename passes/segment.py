@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import Any
 
 import sympy
@@ -39,9 +40,14 @@ def segment(facts: Facts) -> Facts:
 
 
 def _streamed(facts: Facts) -> list[Node]:
-    """Streamed nodes in graph order, with those reduced values that streamed ones are made of."""
+    """Streamed nodes in graph order, with those reduced values that streamed ones are made of.
+
+    And with all results of a streamed op that has several: a cut may not come between.
+    """
     feeds: set[Node] = set()
     for node in reversed(facts.nodes):
+        if node.target is operator.getitem and facts.kinds[node.args[0]] is Kind.STREAM:
+            feeds.add(node)
         if facts.kinds.get(node) is Kind.STREAM or node in feeds:
             feeds.update(n for n in operands(node) if facts.kinds[n] is Kind.REDUCED)
     return [
@@ -307,6 +313,10 @@ def _judge(facts: Facts, piece: Segment) -> None:
         if read_by_rows and not can_materialize(mask, lambda n: facts.kinds.get(n) is Kind.WHOLE):
             piece.chunked, piece.refused = False, mask
             piece.reason = "a sequence x sequence value cannot be built by rows"
+    for value in closure(facts, piece.nodes, {Kind.CONSTANT}) if piece.chunked else ():
+        if any(facts.kinds[n] is Kind.SQUARE for n in operands(value)):
+            piece.chunked, piece.refused = False, value
+            piece.reason = "a weight is made of a sequence x sequence value"
     for node in (*piece.rows, *piece.outputs):
         if piece.chunked and row_axis(facts, node) is None:
             piece.chunked, piece.refused = False, node

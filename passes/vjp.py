@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import emit  # noqa: F401  (registers how ops are written)
@@ -25,9 +24,10 @@ from .batch import Samples, batch, batch_size
 from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_names
-from .ir import Facts, Kind, PassError, Segment, expression, operands, tensors_of
+from .ir import Facts, Kind, PassError, Segment, compiled, expression, operands, tensors_of
 from .lower import Lowered, lower, restrict
 from .policy import attention_outputs
+from .tracing import trace
 
 Guard = Callable[[Mapping[str, int]], bool]
 
@@ -260,7 +260,7 @@ def _trace(
         return found
 
     with mode, torch.enable_grad():
-        module = make_fx(traced, tracing_mode="real")(*fakes.flat)
+        module = trace(traced, *fakes.flat)
     values = len(targets) if kind == "joint" else 0
     return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat, len(program.kept))
 
@@ -369,7 +369,7 @@ class Guards:
         for guard in self.env.guards[self.seen :]:
             if self._counts(guard.expr):
                 symbols = sorted(guard.expr.free_symbols, key=str)
-                test = sympy.lambdify(symbols, guard.expr)
+                test = compiled(symbols, guard.expr)
                 self.tests.append(_guard(test, [self.names[s] for s in symbols]))
         self.seen = len(self.env.guards)
         return self.tests

@@ -20,6 +20,7 @@ from .passes.ir import Facts
 from .passes.policy import Policy, candidates
 from .runtime.executor import Executor, tokens_of
 from .runtime.padding import Padding
+from .runtime.written import WrittenInputs
 
 log = logging.getLogger(__name__)
 # Of what is free: allocators keep some of it in pieces, and others want some, too.
@@ -85,6 +86,11 @@ class AutoExecutor:
         return self.executors[self.policies[0]].padding
 
     @property
+    def written(self) -> WrittenInputs:
+        """Inputs that the model changes in place."""
+        return self.executors[self.policies[0]].written
+
+    @property
     def largest(self) -> tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None:
         """Of the largest step so far, see `Executor`."""
         found = (e.largest for e in self.executors.values() if e.largest is not None)
@@ -92,6 +98,10 @@ class AutoExecutor:
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         return self.executors[self.policies[0]].accepts(inputs)
+
+    def tokens(self, inputs: Sequence[Any]) -> int:
+        """Tokens of a sequence."""
+        return self.executors[self.policies[0]].tokens(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         found = self.choice(inputs)

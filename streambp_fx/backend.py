@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +17,19 @@ import torch
 from torch.fx import GraphModule
 
 from .auto import AutoExecutor
+from .checking.self_check import self_check
+from .checking.short import ROWS
 from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
 from .options import Options
 from .passes import PassError, analyze
 from .passes.axes import is_secondary
 from .passes.capture import source_line, source_name
+from .passes.functional import MutationError
 from .passes.ir import Facts
-from .passes.normalize import MutationError
 from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
 from .progress import announced
-from .runtime.common import FALL_BACK, compile_error
+from .runtime.common import FALL_BACK, REPORT, compile_error
 from .runtime.executor import Executor
 from .schedule import Schedule
 
@@ -78,7 +81,7 @@ def compile_graph(
         module: the Dynamo graph.
         example_inputs: its inputs.
         options: how to stream.
-        report: called with each schedule.
+        report: called with each schedule, and again when it has been checked.
         declared: dims by input name that the caller has declared to be the sequence.
         meta_as: device on which tensors of the meta device are taken to be, for a graph that only gets a
             schedule; None leaves them on meta.
@@ -124,6 +127,9 @@ class CompiledGraph:
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         self.places = where_read(module, list(lengths.values))
         self.schedules: list[Schedule] = []
+        # Of each version its schedule, and tokens of the short sequence on which it was checked; 0: not yet.
+        self.checks: dict[Executor | AutoExecutor, tuple[Schedule, int]] = {}
+        self.lock = threading.RLock()
         self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
         self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths.values)]
         _compiled.add(self)
@@ -137,13 +143,42 @@ class CompiledGraph:
         if version is None:
             version = self._compile(self._sizes(inputs))
             self.versions.append(version)
+        if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
+            _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
+            return self.module(*inputs)
         try:
+            self._check(version, inputs)
             with around.get()():
                 return version(*inputs)
         except CompileError as error:
             position = self.versions.index(version)
             self.versions[position] = self._unstreamed(error)
             return self.versions[position](*inputs)
+
+    def _check(self, version: Executor | AutoExecutor | Unstreamed, inputs: Sequence[Any]) -> None:
+        """Before the first result of a version in training: is it right on a short sequence?
+
+        It is checked again if the first sequence was shorter than that, and another is twice as long.
+
+        Raises:
+            CompileError: it is not.
+        """
+        if isinstance(version, Unstreamed) or not torch.is_grad_enabled() or self.options.check == "never":
+            return
+        with self.lock:
+            schedule, rows = self.checks[version]
+            tokens = version.tokens(inputs)
+            enough = rows >= min(ROWS, tokens // 2 + 1)
+            if self.options.check == "first" and rows and enough:
+                return
+            found = schedule.check = self_check(self.module, version, inputs)
+            self.checks[version] = schedule, min(tokens, ROWS)
+        if self.report is not None and not rows:
+            self.report(schedule)
+        for line in found.lines():
+            log.info("%s (%.1f s)", line, found.seconds)
+        if not found.ok:
+            raise CompileError(f"{found.failure()} {FALL_BACK}")
 
     def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         found = (int(inputs[k] if d is None else inputs[k].shape[d]) for k, d in self.places)
@@ -159,7 +194,7 @@ class CompiledGraph:
         """The graph as it is, with a warning, if that is what the user wants of an internal error."""
         if self.options.on_error == "raise":
             raise error
-        _warn(f"the graph runs unstreamed: {error}")
+        _warn(f"the graph runs unstreamed: {str(error).replace(FALL_BACK, REPORT)}")
         return Unstreamed(self.module)
 
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
@@ -167,15 +202,16 @@ class CompiledGraph:
         try:
             facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
         except PassError as error:
-            if isinstance(error.cause, MutationError) and error.cause.node is not None:
-                line = source_line(error.cause.node)
-                _warn(f"the model runs unstreamed: {error.cause} ({line})")
+            if isinstance(error.cause, MutationError):
+                line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
+                _warn(f"the model runs unstreamed: {error.cause.reason}{line}")
                 return Unstreamed(self.module)
             raise compile_error(error) from error
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts, schedule)
             schedule.sweeps, schedule.executor = executor.sweeps, executor
+            self.checks[executor] = schedule, 0
         self.schedules.append(schedule)
         if self.report is not None:
             self.report(schedule)

@@ -27,7 +27,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[tuple[str, ...]]:
         stack.enter_context(_forwards(model))
         stack.enter_context(_modes(model))
         stack.enter_context(_gradients(model))
-        stack.enter_context(_buffers(model))
+        stack.enter_context(buffers_put_back(model))
         yield stack.enter_context(_without_dropout(model))
 
 
@@ -85,7 +85,7 @@ def _gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers(model: nn.Module) -> Iterator[None]:
+def buffers_put_back(model: nn.Module) -> Iterator[None]:
     """Buffers that a step changes (running statistics, tables that grow) are put back."""
     held = [
         (module, name, buffer, buffer.clone())

@@ -27,6 +27,7 @@ CHOICES = {
     "policy": ("given", "auto"),
     "accumulate": ("float32", "weights"),
     "body": ("eager", "inductor"),
+    "check": ("first", "never", "always"),
     "on_error": ("raise", "eager"),
 }
 
@@ -55,8 +56,10 @@ class Options:
         accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half
             precision: "float32", or "weights" for their own, which needs less memory and loses digits.
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
-        on_error: what an internal error of the compiler leads to: "raise" (`CompileError`) or "eager" (a
-            warning, and the graph runs unstreamed).
+        check: when a compiled graph is checked on a short sequence against the graph as it was captured:
+            "first" (before its first result), "always" (before every step, for debugging) or "never".
+        on_error: what an internal error of the compiler, or a self-check that fails, leads to: "eager" (a
+            warning, and the graph runs unstreamed) or "raise" (`CompileError`).
     """
 
     chunk: int | str = "auto"
@@ -70,7 +73,8 @@ class Options:
     policy: str = "given"
     accumulate: str = "float32"
     body: str = "eager"
-    on_error: str = "raise"
+    check: str = "first"
+    on_error: str = "eager"
 
     def __post_init__(self) -> None:
         if self.chunk != "auto":

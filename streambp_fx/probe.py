@@ -68,6 +68,7 @@ class IndependenceProbe:
         rows: the rows r; for each, rows after r are poisoned, and rows before it.
         everywhere: all rows in all segments, see NOTE [rows of identical segments].
         seed: of the poison. PyTorch's own random state is not touched.
+        distinct: nothing is tried in a segment that is identical to an earlier one.
     """
 
     def __init__(
@@ -77,9 +78,12 @@ class IndependenceProbe:
         rows: Sequence[int],
         everywhere: bool = False,
         seed: int = 0,
+        distinct: bool = False,
     ) -> None:
         self.facts, self.rows, self.seed = facts, tuple(rows), seed
         self.rows_of = {} if everywhere else _rows_in_turn(facts, self.rows)
+        if distinct:
+            self.rows_of = dict.fromkeys(self.rows_of, ())
         placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.inputs = dict(zip(placeholders, inputs, strict=True))
         self.sizes = read_sizes(size_places(facts), inputs, facts.sequence)
@@ -168,6 +172,8 @@ class IndependenceProbe:
     # ---- what is claimed
 
     def _probe(self, node: Node) -> None:
+        if not self.rows_of.get(self._index(node), self.rows):
+            return
         reason = self._why_not(node)
         if reason is not None:
             self._leave_out(node, reason)

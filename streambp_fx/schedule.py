@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .checking.result import SelfCheck
 from .cost import StepCost
 from .files import check_writable, write_whole
 from .folding import repeats
@@ -48,6 +49,7 @@ class Schedule:
         chosen_loss_rows: rows of a chunk of the loss head, as chosen for the last new length; None: not yet.
         number: schedules are counted in the order in which they are made.
         executor: what runs it, if it was compiled to be run.
+        check: what the self-check before its first use has found; None: there was none yet.
     """
 
     facts: Facts = field(repr=False)
@@ -58,6 +60,7 @@ class Schedule:
     given: Options | None = None
     chosen_loss_rows: int | None = None
     executor: Executor | AutoExecutor | None = field(default=None, repr=False, compare=False)
+    check: SelfCheck | None = None
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
     _peak: tuple | None = field(default=None, repr=False, compare=False)
     _timeline: tuple | None = field(default=None, repr=False, compare=False)
@@ -256,6 +259,9 @@ class Schedule:
         elif self.policy != Policy() or self.is_chosen("policy"):
             lines.append(f"  memory policy: {self.policy}{' (chosen)' if self.is_chosen('policy') else ''}")
         lines += self._loss()
+        if self.check is not None:
+            for line in self.check.lines():
+                lines += textwrap.wrap(line, LINE, initial_indent="  ", subsequent_indent="    ")
         if self.seq_len is not None and self.segments:
             lines += self._cost_lines()
         return "\n".join(lines)

@@ -320,7 +320,10 @@ class StreamedForward:
 
     def report(self, schedule: Schedule) -> None:
         """Keep the schedule of a graph that was compiled, and print it if the user wants that."""
-        self.schedules.append(schedule)
+        if all(s is not schedule for s in self.schedules):
+            self.schedules.append(schedule)
+            if self.options.check != "never" and schedule.segments:
+                return  # it comes again when it has been checked
         if self.verbose:
             print(schedule.for_length())
 

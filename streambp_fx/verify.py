@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from .backend import compile_graph
 from .claims import summarize
 from .errors import CaptureError, StreamBPWarning, VerificationError
-from .isolation import left_as_it_was
+from .isolation import buffers_put_back, left_as_it_was
 from .options import LOSS_CHUNK, Options
 from .passes.ir import Facts
 from .probe import IndependenceProbe, check_not_random
@@ -83,7 +83,8 @@ def verify(
     with left_as_it_was(model) as switched_off, torch.enable_grad(), _own_warnings() as said:
         restore(transform(model))  # raises if it is no causal language model
         recorder = _Recorder(tried, everywhere=rows is not None)
-        eager_loss, eager = _eager_step(model, batch)
+        with buffers_put_back(model):
+            eager_loss, eager = _eager_step(model, batch)
         _prepare(model, parsed, recorder)
         notes = [f"dropout is off in both steps: {', '.join(switched_off)}"] if switched_off else []
         loss, gradients = _streamed_step(model, batch, eager_loss, eager, tolerance, recorder, notes)
@@ -163,7 +164,7 @@ def _options(model: nn.Module, chunk: int | str | None, given: dict[str, Any], l
         several = own is not None and own.chunk != "auto" and own.rows < length
         chunk = base.chunk if several else quarter
     Options.parse({"chunk": chunk, **given})  # names the nearest of a name that is unknown
-    return replace(base, chunk=chunk, **given)
+    return replace(base, **{"check": "never", "on_error": "raise", "chunk": chunk, **given})
 
 
 def _tolerance(model: nn.Module, rtol: float | None) -> float:

@@ -2,11 +2,13 @@
 
 A rule is a small function registered with `@rule(op, ...)`. It gets the node and a `RuleContext` and
 returns the layout of the result; it raises `NotSeparable` with a reason when it cannot prove that rows
-of the result are made of rows of the operands. An op without a rule is not separable.
+of the result are made of rows of the operands. An op without a rule is not separable. Rules are asked through
+`asking.ask`, which also checks what holds for every op.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,11 +38,28 @@ def rule_of(target: Any) -> Rule | None:
     return RULES.get(target) or RULES.get(getattr(getattr(target, "_schema", None), "name", None))
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an op by name, as its schema binds them, defaults among them."""
+    names, defaults = _signature(node.target)
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@functools.cache
+def _signature(op: Any) -> tuple[list[str], dict[str, Any]]:
+    given = op._schema.arguments
+    return [a.name for a in given], {a.name: a.default_value for a in given if a.has_default_value()}
+
+
 class RuleContext:
-    """What a rule may ask and say."""
+    """What a rule may ask and say.
+
+    Attributes:
+        seen: operands that the rule that is being asked has looked at.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self.seen: set[Node] = set()
 
     def rank(self, node: Node) -> int:
         return node.meta["val"].dim()
@@ -49,6 +68,7 @@ class RuleContext:
         """Layout of an operand; operands without the sequence have no axis."""
         if not isinstance(node, Node):
             return ()
+        self.seen.add(node)
         known = self.facts.layouts.get(node)
         if known is None:
             raise NotSeparable(f"the sequence axis of operand {node.name} is unknown")
@@ -56,6 +76,10 @@ class RuleContext:
 
     def is_stream(self, node: Any) -> bool:
         return isinstance(node, Node) and self.facts.kinds.get(node) is Kind.STREAM
+
+    def ignores(self, node: Any) -> None:
+        """Say that the values of an operand do not matter (it lends its dtype)."""
+        self.seen.add(node)
 
     def mixes(self, mixing: Mixing) -> None:
         """Record that the op reads some operands by columns."""
@@ -72,7 +96,7 @@ def normalize_dim(dim: int, rank: int) -> int:
 
 def forbid(layout: Layout, dims: list[int], what: str, role: Role | None = None) -> None:
     """Raise if any of `dims` carries the sequence (in `role`, if given)."""
-    for dim in dims:
+    for dim in dims if layout else ():
         axis = layout[dim]
         if axis is not None and (role is None or axis.role is role):
             raise NotSeparable(f"{what} the sequence axis (dim {dim})")
@@ -93,4 +117,4 @@ def merge_aligned(result: list[Axis | None], layout: Layout, shape: Sequence[sym
             result[-offset] = merge_axis(result[-offset], axis)
 
 
-from . import contractions, indexing, pointwise, quantised, reductions, shapes  # noqa: E402,F401
+from . import contractions, indexing, pointwise, quantised, reductions, scatters, shapes  # noqa: E402,F401

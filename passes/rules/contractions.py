@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import COLUMN, Axis, Kind, Layout, Mixing, NotSeparable, Reach, Role, shape_of
-from . import RuleContext, forbid, merge_aligned, rule
+from . import RuleContext, arguments, forbid, merge_aligned, rule
 
 aten = torch.ops.aten
 
@@ -16,19 +16,20 @@ aten = torch.ops.aten
 @rule(aten.linear.default)
 def linear(ctx: RuleContext, node: Node) -> Layout:
     """The last dim is contracted with a weight: rows stay rows."""
-    x, weight, *bias = node.args
-    layout = ctx.layout(x)
+    call = arguments(node)
+    layout, weight = ctx.layout(call["input"]), call["weight"]
     forbid(layout, [len(layout) - 1], "a linear layer contracts")
-    for operand in (weight, *bias):
+    for operand in (weight, call["bias"]):
         if isinstance(operand, Node) and ctx.facts.carries(operand):
             raise NotSeparable("the weight of a linear layer carries the sequence")
-    return (*layout[:-1], None)
+    return (*layout[:-1], *((None,) if len(shape_of(weight)) == 2 else ()))
 
 
 @rule(aten.addmm.default)
 def addmm(ctx: RuleContext, node: Node) -> Layout:
     """Rows times a matrix plus a bias: rows stay rows."""
-    bias, x, weight = node.args[:3]
+    call = arguments(node)
+    bias, x, weight = (call[name] for name in ("self", "mat1", "mat2"))
     for operand in (bias, weight):
         if ctx.facts.carries(operand):
             raise NotSeparable("the weight of a linear layer carries the sequence")
@@ -48,8 +49,11 @@ def baddbmm(ctx: RuleContext, node: Node) -> Layout:
     """A batched product as `matmul`, plus an addend that has no gradient."""
     bias, left, right = node.args[:3]
     result = product(ctx, node, left, right)
-    if isinstance(bias, Node) and ctx.facts.kind(bias) is Kind.STREAM:
+    if ctx.facts.kind(bias) is Kind.STREAM:
         raise NotSeparable("the addend of a batched product is streamed")
+    if not node.meta["val"].is_floating_point():
+        raise NotSeparable("a batched product of integers")  # its factors may round
+    ctx.seen.add(bias)  # data: its rows are where those of the result are
     return result
 
 
@@ -115,4 +119,5 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
         raise NotSeparable("the mask of an attention depends on parameters")
     reach = Reach.CAUSAL if call["is_causal"] else Reach.FULL
     ctx.mixes(Mixing(node, columns=(key, value), mask=mask, reach=reach))
+    ctx.seen.add(mask)  # read by rows and columns, see `footprints`
     return expected

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Kind, Layout, NotSeparable, shape_of
-from . import RuleContext, forbid, merge_aligned, merge_axis, normalize_dim, rule
+from . import RuleContext, arguments, forbid, merge_aligned, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten
 
@@ -14,19 +14,23 @@ aten = torch.ops.aten
 @rule(aten.embedding.default)
 def embedding(ctx: RuleContext, node: Node) -> Layout:
     """A table looked up by rows: the rows are those of the ids."""
-    weight, ids = node.args[:2]
-    if ctx.facts.carries(weight):
+    call = arguments(node)
+    if ctx.facts.carries(call["weight"]):
         raise NotSeparable("the table of a lookup carries the sequence")
-    return (*ctx.layout(ids), None)
+    if call["scale_grad_by_freq"] and node in ctx.facts.needs_grad:
+        raise NotSeparable("a lookup whose gradient counts how often the sequence has an id")
+    return (*ctx.layout(call["indices"]), None)
 
 
 @rule(aten.gather.default)
 def gather(ctx: RuleContext, node: Node) -> Layout:
     """An element of each row, at an index that has the same rows."""
-    source, dim, index = node.args[:3]
-    layout, wanted = ctx.layout(source), ctx.layout(index)
-    forbid(layout, [normalize_dim(dim, len(layout))], "a gather along")
-    forbid(wanted, [normalize_dim(dim, len(layout))], "a gather along")
+    call = arguments(node)
+    layout, wanted = ctx.layout(call["self"]), ctx.layout(call["index"])
+    if len(layout) != len(wanted):
+        raise NotSeparable("a gather from a number")
+    for axes in (layout, wanted):
+        forbid(axes, [normalize_dim(call["dim"], len(layout))], "a gather along")
     for first, second in zip(layout, wanted, strict=True):
         if (first is None) != (second is None):
             raise NotSeparable("a gather whose index does not carry the sequence where its source does")
@@ -37,9 +41,10 @@ def gather(ctx: RuleContext, node: Node) -> Layout:
 @rule(aten.index_select.default)
 def index_select(ctx: RuleContext, node: Node) -> Layout:
     """Entries of a dim without the sequence: rows stay rows."""
-    layout, dim = ctx.layout(node.args[0]), node.args[1]
-    forbid(layout, [normalize_dim(dim, len(layout))], "an index along")
-    if ctx.facts.carries(node.args[2]):
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    forbid(layout, [normalize_dim(call["dim"], len(layout))], "an index along")
+    if ctx.facts.carries(call["index"]):
         raise NotSeparable("an index that carries the sequence")
     return layout
 
@@ -52,11 +57,11 @@ def index(ctx: RuleContext, node: Node) -> Layout:
     used = [d for d, i in enumerate(indices) if i is not None]
     tables = [indices[d] for d in used]
     forbid(layout, used, "an index along")
-    if any(i.meta["val"].dtype == torch.bool for i in tables):
-        raise NotSeparable("a boolean index")
+    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tables):
+        raise NotSeparable("an index by a mask")
     if any(ctx.facts.kind(i) is Kind.SQUARE for i in tables):
         raise NotSeparable("an index of sequence by sequence")
-    if used != list(range(used[0], used[0] + len(used))):
+    if not used or used != list(range(used[0], used[0] + len(used))):
         raise NotSeparable("an index on dims that are not next to each other")
     looked_up: list = [None] * max(i.meta["val"].dim() for i in tables)
     for table in tables:

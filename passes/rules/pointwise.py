@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Axis, Kind, Layout, NotSeparable, shape_of
-from . import RuleContext, merge_aligned, rule
+from . import RuleContext, arguments, merge_aligned, rule
 
 aten = torch.ops.aten
 
@@ -22,6 +22,7 @@ def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
     unproved: list[Node] = []
     known_any = False
     for operand in inputs:
+        ctx.seen.add(operand)
         kind = ctx.facts.kinds.get(operand)
         layout = ctx.facts.layouts.get(operand)
         if kind is Kind.SQUARE or layout is None:
@@ -67,9 +68,12 @@ POINTWISE = [
     "addcmul.default", "addcdiv.default", "detach.default", "clone.default", "contiguous.default",
     "alias.default", "to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy.default",
     "type_as.default", "zeros_like.default", "ones_like.default", "full_like.default",
-    "lift_fresh_copy.default", "lift_fresh.default", "dropout.default", "alpha_dropout.default",
-    "native_dropout.default",
+    "lift_fresh_copy.default", "lift_fresh.default", "dropout.default",
 ]  # fmt: skip
+
+
+# Casts whose second operand only lends its dtype.
+LIKE_ANOTHER = (aten.type_as.default, aten.to.other)
 
 
 def pointwise_ops() -> list[torch._ops.OpOverload]:
@@ -94,16 +98,20 @@ ELEMENTWISE_LOSSES = {
 @rule(*ELEMENTWISE_LOSSES)
 def elementwise_loss(ctx: RuleContext, node: Node) -> Layout:
     """Without a reduction (the normalize pass sees to that) one loss an element."""
-    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if ctx.rank(node) < max(len(shape_of(n)) for n in inputs):
+    if arguments(node)["reduction"] != 0:
         raise NotSeparable("a loss summed over the sequence axis")
-    return align(ctx, node, inputs)
+    return align(ctx, node, _tensors(node))
 
 
 @rule(*pointwise_ops())
 def pointwise(ctx: RuleContext, node: Node) -> Layout:
     """Element by element: rows stay rows, and operands align from the right."""
-    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if node.target in (aten.type_as.default, aten.to.other):
-        inputs = inputs[:1]  # the second operand only lends its dtype
+    inputs = _tensors(node)
+    if node.target in LIKE_ANOTHER:
+        ctx.ignores(arguments(node)["other"])
+        inputs = [arguments(node)["self"]]
     return align(ctx, node, inputs)
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]

@@ -9,9 +9,13 @@ import torch
 from torch.fx import Node
 
 from ..ir import Axis, Kind, Layout, NotSeparable, expression, shape_of, tensors_of
-from . import RuleContext, forbid, merge_axis, normalize_dim, rule
+from . import RuleContext, arguments, forbid, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten
+
+
+# Views whose second operand only lends its sizes.
+LIKE_ANOTHER = (aten.view_as.default, aten.reshape_as.default, aten.expand_as.default)
 
 
 @rule(
@@ -22,6 +26,8 @@ def view(ctx: RuleContext, node: Node) -> Layout:
     """Dims are grouped from the left until the products agree; an axis keeps what it is merged with."""
     source = node.args[0]
     assert isinstance(source, Node)
+    if node.target in LIKE_ANOTHER:
+        ctx.ignores(arguments(node)["other"])
     return regroup(ctx.layout(source), shape_of(source), shape_of(node))
 
 
@@ -98,18 +104,20 @@ def _whole(quotient: sympy.Expr) -> bool:
 @rule(aten.transpose.int)
 def transpose(ctx: RuleContext, node: Node) -> Layout:
     """The dim that carries the sequence moves with the two dims that change places."""
-    source, first, second = node.args
-    layout = list(ctx.layout(source))
-    a, b = (normalize_dim(d, len(layout)) for d in (first, second))
-    layout[a], layout[b] = layout[b], layout[a]
+    call = arguments(node)
+    layout = list(ctx.layout(call["self"]))
+    if layout:
+        a, b = (normalize_dim(call[d], len(layout)) for d in ("dim0", "dim1"))
+        layout[a], layout[b] = layout[b], layout[a]
     return tuple(layout)
 
 
 @rule(aten.permute.default)
 def permute(ctx: RuleContext, node: Node) -> Layout:
     """The dim that carries the sequence moves with the others."""
-    layout = ctx.layout(node.args[0])
-    return tuple(layout[normalize_dim(d, len(layout))] for d in node.args[1])
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    return tuple(layout[normalize_dim(d, len(layout))] for d in call["dims"])
 
 
 @rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
@@ -124,19 +132,21 @@ def transpose_last(ctx: RuleContext, node: Node) -> Layout:
 @rule(aten.unsqueeze.default)
 def unsqueeze(ctx: RuleContext, node: Node) -> Layout:
     """A new dim of size 1 carries nothing; the others keep what they carry."""
-    layout = list(ctx.layout(node.args[0]))
-    layout.insert(normalize_dim(node.args[1], len(layout) + 1), None)
+    call = arguments(node)
+    layout = list(ctx.layout(call["self"]))
+    layout.insert(normalize_dim(call["dim"], len(layout) + 1), None)
     return tuple(layout)
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 def squeeze(ctx: RuleContext, node: Node) -> Layout:
     """Dims of size 1 go; the others keep what they carry."""
-    source = node.args[0]
+    call = arguments(node)
+    source = call["self"]
     layout, shape = ctx.layout(source), shape_of(source)
-    given = node.args[1] if len(node.args) > 1 else range(len(shape))
+    given = call.get("dim", range(len(shape)))
     dims = [given] if isinstance(given, int) else list(given)
-    drop = {d % len(shape) for d in dims if shape[d % len(shape)] == 1}
+    drop = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
     return tuple(a for d, a in enumerate(layout) if d not in drop)
 
 
@@ -144,6 +154,8 @@ def squeeze(ctx: RuleContext, node: Node) -> Layout:
 def expand(ctx: RuleContext, node: Node) -> Layout:
     """Dims of size 1 are repeated; to repeat a value along the sequence is refused."""
     source = node.args[0]
+    if node.target in LIKE_ANOTHER:
+        ctx.ignores(arguments(node)["other"])
     layout, before, after = ctx.layout(source), shape_of(source), shape_of(node)
     lead = len(after) - len(before)
     for dim, size in enumerate(after):
@@ -156,15 +168,14 @@ def expand(ctx: RuleContext, node: Node) -> Layout:
 @rule(aten.slice.Tensor)
 def slice_(ctx: RuleContext, node: Node) -> Layout:
     """Off the sequence, rows stay rows; a fixed number of rows may be cut from the sequence's ends."""
-    source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    layout = ctx.layout(source)
-    dim = normalize_dim(dim, len(layout))
+    call = arguments(node)
+    source, layout = call["self"], ctx.layout(call["self"])
+    dim = normalize_dim(call["dim"], len(layout))
     axis = layout[dim]
     if axis is None:
         return _rows_of_a_table(ctx, node, layout, dim)
-    step = node.args[4] if len(node.args) > 4 else 1
     removed = sympy.expand(shape_of(source)[dim] - shape_of(node)[dim])
-    if axis != Axis(removed=axis.removed) or step != 1 or not removed.is_Integer:
+    if axis != Axis(removed=axis.removed) or call["step"] != 1 or not removed.is_Integer:
         raise NotSeparable(f"a slice of the sequence axis (dim {dim})")
     ctx.facts.slices.add(node)
     return (*layout[:dim], Axis(removed=axis.removed + int(removed)), *layout[dim + 1 :])
@@ -188,8 +199,9 @@ def _rows_of_a_table(ctx: RuleContext, node: Node, layout: Layout, dim: int) -> 
 @rule(aten.select.int)
 def select(ctx: RuleContext, node: Node) -> Layout:
     """One entry of a dim without the sequence: rows stay rows."""
-    layout = ctx.layout(node.args[0])
-    dim = normalize_dim(node.args[1], len(layout))
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    dim = normalize_dim(call["dim"], len(layout))
     forbid(layout, [dim], "a selection on")
     return layout[:dim] + layout[dim + 1 :]
 
@@ -197,17 +209,18 @@ def select(ctx: RuleContext, node: Node) -> Layout:
 @rule(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
 def split(ctx: RuleContext, node: Node) -> Layout:
     """Parts of a dim without the sequence: rows stay rows."""
-    layout = ctx.layout(node.args[0])
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    forbid(layout, [normalize_dim(dim, len(layout))], "a split of")
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a split of")
     return layout
 
 
 @rule(aten.unbind.int)
 def unbind(ctx: RuleContext, node: Node) -> Layout:
     """The entries of a dim without the sequence, one by one: rows stay rows."""
-    layout = ctx.layout(node.args[0])
-    dim = normalize_dim(node.args[1] if len(node.args) > 1 else 0, len(layout))
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    dim = normalize_dim(call["dim"], len(layout))
     forbid(layout, [dim], "an unbind of")
     return layout[:dim] + layout[dim + 1 :]
 
@@ -215,18 +228,18 @@ def unbind(ctx: RuleContext, node: Node) -> Layout:
 @rule(aten.cat.default)
 def cat(ctx: RuleContext, node: Node) -> Layout:
     """Joined along a dim without the sequence, of operands that agree on their rows."""
-    parts = node.args[0]
-    dim = node.args[1] if len(node.args) > 1 else 0
-    layout = joined(ctx, parts)
-    forbid(layout, [normalize_dim(dim, len(layout))], "a concatenation along")
+    call = arguments(node)
+    layout = joined(ctx, call["tensors"])
+    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a concatenation along")
     return layout
 
 
 @rule(aten.stack.default)
 def stack(ctx: RuleContext, node: Node) -> Layout:
     """Joined along a new dim, of operands that agree on their rows."""
-    layout = list(joined(ctx, node.args[0]))
-    layout.insert(normalize_dim(node.args[1] if len(node.args) > 1 else 0, len(layout) + 1), None)
+    call = arguments(node)
+    layout = list(joined(ctx, call["tensors"]))
+    layout.insert(normalize_dim(call["dim"], len(layout) + 1), None)
     return tuple(layout)
 
 
@@ -237,6 +250,8 @@ def joined(ctx: RuleContext, parts: Any) -> Layout:
         layout = ctx.layout(part)
         if result is None:
             result = layout
+        elif len(result) != len(layout):
+            raise NotSeparable("joined operands do not all have the same dims")
         else:
             result = tuple(merge_axis(a, b) for a, b in zip(result, layout, strict=True))
             if any((a is None) != (b is None) for a, b in zip(result, layout, strict=True)):
@@ -248,11 +263,11 @@ def joined(ctx: RuleContext, parts: Any) -> Layout:
 @rule(aten.repeat_interleave.self_int)
 def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
     """Repeated along a dim without the sequence (heads of grouped attention)."""
-    layout = ctx.layout(node.args[0])
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    if dim is None:
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    if call["dim"] is None:
         raise NotSeparable("repeat_interleave flattens its operand")
-    forbid(layout, [normalize_dim(dim, len(layout))], "a repetition along")
+    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a repetition along")
     return layout
 
 
@@ -260,8 +275,9 @@ def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
 def repeat(ctx: RuleContext, node: Node) -> Layout:
     """Repeated along dims without the sequence."""
     layout, counts = ctx.layout(node.args[0]), node.args[1]
-    lead = len(counts) - len(layout)
-    result = (None,) * lead + layout
+    rank = max(len(counts), len(layout))
+    result = (None,) * (rank - len(layout)) + layout
+    counts = [1] * (rank - len(counts)) + list(counts)  # only `tile` may be given fewer
     for axis, count in zip(result, counts, strict=True):
         if axis is not None and count != 1:
             raise NotSeparable("a value is repeated along the sequence axis")
@@ -280,19 +296,20 @@ def pad(ctx: RuleContext, node: Node) -> Layout:
 @rule(aten.flip.default)
 def flip(ctx: RuleContext, node: Node) -> Layout:
     """Reversed along dims without the sequence."""
-    layout = ctx.layout(node.args[0])
-    forbid(layout, [normalize_dim(d, len(layout)) for d in node.args[1]], "a flip of")
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    forbid(layout, [normalize_dim(d, len(layout)) for d in call["dims"]], "a flip of")
     return layout
 
 
 @rule(aten.roll.default)
 def roll(ctx: RuleContext, node: Node) -> Layout:
     """Rotated along dims without the sequence."""
-    layout = ctx.layout(node.args[0])
-    dims = node.args[2] if len(node.args) > 2 else []
-    if not dims:
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    if not call["dims"]:
         raise NotSeparable("a roll over the flattened tensor")
-    forbid(layout, [normalize_dim(d, len(layout)) for d in dims], "a roll of")
+    forbid(layout, [normalize_dim(d, len(layout)) for d in call["dims"]], "a roll of")
     return layout
 
 

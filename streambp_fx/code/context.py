@@ -9,13 +9,13 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Kind, evaluate_size, expression, tensors_of
 from ..passes.mask_data import data_condition, first_column_condition
 from ..passes.printing import Printer
+from ..passes.tracing import trace
 from ..runtime.executor import Executor
 from .body import BodyPrinter, function
 from .names import ModelNames, Scope
@@ -107,7 +107,7 @@ class Context:
         if not fakes:
             return Test(bool(condition(known, {}.__getitem__)))
         with fakes[0].fake_mode, torch.no_grad():
-            graph = make_fx(ask, tracing_mode="real")(*fakes).graph
+            graph = trace(ask, *fakes).graph
         if isinstance(found[0], bool):
             return Test(found[0])
         name = self.globals.new(f"{self.model.of(mask)}_{word}")

@@ -343,9 +343,15 @@ class StepCode:
         lazy = set(self.executor.lazy)
         results = [
             "None" if k in lazy else self._value(n) if isinstance(n, Node) else repr(n)
-            for k, n in enumerate(self.executor.results)
+            for k, n in enumerate(self.facts.outputs)
         ]
         self.lines.append("")
+        for node, value in zip(
+            self.facts.written, self.facts.results[len(self.facts.outputs) :], strict=True
+        ):
+            self.lines.append(
+                f"{self._value(node)}.copy_({self._value(value)})  # changed in place by the model"
+            )
         for position in lazy:
             self.lines.append(f"# output {position} (lazy) is computed when somebody reads it: not printed")
         if self.loss is not None:

@@ -12,9 +12,9 @@ from ..errors import CompileError
 from ..passes.capture import source_line
 from ..passes.ir import PassError
 
+REPORT = "Please report this, with this text and the code of the model."
 FALL_BACK = (
-    'To train unstreamed, call streambp_fx.restore(model) or give the option on_error="eager"; '
-    "and please report this."
+    f'To train unstreamed, leave the option on_error at "eager", or call streambp_fx.restore(model). {REPORT}'
 )
 
 

@@ -1,4 +1,4 @@
-"""Runs a compiled graph: whole values, segments in order, epilogue."""
+"""Runs a compiled graph: whole values, segments in order, epilogue, what is written back."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from .questions import MaskQuestions, Questions, masks_to_test
 from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
 from .streamed import SegmentRunner
 from .whole import WholeSegment
+from .written import WrittenInputs
 
 aten = torch.ops.aten
 # By signature of the segment, body, what is saved, and the dtype of sums.
@@ -59,8 +60,7 @@ class Executor:
         self.programs: Programs = {} if programs is None else programs
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
-        output = next(n for n in facts.nodes if n.op == "output")
-        self.results = list(output.args[0])
+        self.results, self.written = facts.results, WrittenInputs(facts)
         self.sizes_at = size_places(facts)
         self.guards = tests_of_sizes(facts)
         # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
@@ -104,6 +104,10 @@ class Executor:
             return False
         return all(test(*(sizes[s] for s in symbols)) for symbols, test in self.guards)
 
+    def tokens(self, inputs: Sequence[Any]) -> int:
+        """Tokens of a sequence."""
+        return self.sizes(inputs)[self.facts.sequence]  # type: ignore[index]
+
     def __call__(self, *inputs: Any, rows: int | None = None, loss_rows: int | None = None) -> list[Any]:
         """Run a step.
 
@@ -112,7 +116,8 @@ class Executor:
             rows, loss_rows: of a chunk of a layer and of the loss head, where they are chosen for the step.
         """
         with torch._C._DisableAutocast():  # its casts are ops of the graph
-            return self._step_of(inputs, rows, loss_rows)
+            results = self._step_of(self.written.copied(inputs), rows, loss_rows)
+        return self.written.write(inputs, results)
 
     def _step_of(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> list[Any]:
         values, sizes = self.begin(inputs)

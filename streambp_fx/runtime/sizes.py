@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..passes.ir import Facts, expression
+from ..passes.ir import Facts, compiled, expression
 
 
 def size_places(facts: Facts) -> list[tuple[int, int | None, sympy.Symbol, int]]:
@@ -73,5 +73,5 @@ def tests_of_sizes(facts: Facts) -> list[tuple[list[sympy.Symbol], Callable[...,
     for guard in facts.guards:
         symbols = sorted(guard.free_symbols, key=str)
         if symbols and known.issuperset(symbols):
-            found.append((symbols, sympy.lambdify(symbols, guard)))
+            found.append((symbols, compiled(symbols, guard)))
     return found

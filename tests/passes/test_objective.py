@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,3 +40,27 @@ def test_linearity(name: str, expected: bool) -> None:
     (target,) = next(n for n in facts.nodes if n.op == "output").args[0]
     assert facts.kinds[target] is Kind.REDUCED
     assert is_linear(facts, facts.segments[-1].outputs, target) is expected
+
+
+@pytest.mark.parametrize(
+    "objective, expected",
+    [
+        (lambda rows, ids: rows.to(torch.int64).double().mean() + rows.mean(), False),
+        (lambda rows, ids: (ids.double() / rows).mean(), False),
+        (lambda rows, ids: (rows / rows.sum()).mean(), False),
+        (lambda rows, ids: rows[rows > 1].mean(), False),
+        (lambda rows, ids: (rows / ids.double().sum()).float().mean(), True),
+        (lambda rows, ids: torch.stack([rows[0], rows[1] * 2]).flatten()[3:].sum(), True),
+    ],
+)
+def test_steps(objective: Any, expected: bool) -> None:
+    torch.manual_seed(0)
+    model = OneLayer(lambda m, x: x).double()
+
+    def both(ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = log_probabilities(model, ids).double()
+        return rows, objective(rows, ids)
+
+    facts = facts_of(both, torch.randint(0, 11, (2, 13)))
+    rows, target = next(n for n in facts.nodes if n.op == "output").args[0]
+    assert is_linear(facts, [rows], target) is expected

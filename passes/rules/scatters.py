@@ -1,0 +1,45 @@
+"""What functionalization makes of changes in place: a value with a part of it replaced."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..ir import Layout, NotSeparable
+from . import RuleContext, forbid, normalize_dim, rule
+from .pointwise import align
+
+aten = torch.ops.aten
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(ctx: RuleContext, node: Node) -> Layout:
+    """A part of a dim without the sequence is replaced, row by row."""
+    base, part, *dim = node.args[:3]
+    layout = ctx.layout(base)
+    at = normalize_dim(dim[0] if dim else node.kwargs.get("dim", 0), len(layout))
+    forbid(layout, [at], "a replacement along")
+    return replaced(layout, ctx.layout(part))
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(ctx: RuleContext, node: Node) -> Layout:
+    """One entry of a dim without the sequence is replaced, row by row."""
+    base, part, dim = node.args[:3]
+    layout, given = ctx.layout(base), ctx.layout(part)
+    at = normalize_dim(dim, len(layout))
+    forbid(layout, [at], "a replacement along")
+    return replaced(layout, (*given[:at], None, *given[at:]))
+
+
+def replaced(base: Layout, part: Layout) -> Layout:
+    """The axes of a value and of what replaces a part of it, which must be the same."""
+    if base != part:
+        raise NotSeparable("a part is replaced by something that does not carry the sequence where it does")
+    return base
+
+
+@rule(aten.fill.Scalar, aten.fill.Tensor, aten.zero.default)
+def fill(ctx: RuleContext, node: Node) -> Layout:
+    """One number for all elements: rows stay rows."""
+    return align(ctx, node, [node.args[0]])
