@@ -20,7 +20,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .custom_gradient import Retrace
-from .functional import Memory, MutationError, changes_inside, changes_something, functional
+from .functional import (
+    Memory,
+    MutationError,
+    changes_inside,
+    changes_something,
+    functional,
+    refuse_strides,
+)
 from .ir import evaluate, shape_of, tensors_of
 from .sequence import Lengths, values_of
 from .tracing import trace
@@ -176,6 +183,7 @@ def capture(
     make_inputs = lambda: [_fake_input(value, table, mode, meta_as) for value in examples]  # noqa: E731
     inputs = make_inputs()
     traced, written = _trace(module, mode, make_inputs, meta_as)
+    refuse_strides(traced.graph.nodes)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
         return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True), meta_as)
     result = CapturedGraph(traced, autocast=is_autocast_on(traced))

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class MutationError(Exception):
-    """The graph changes a value in place in a way that has no functional form with the same gradient.
+    """The graph does something to memory that has no functional form with the same value and gradient.
 
     Attributes:
         reason: why.
@@ -251,6 +251,20 @@ def _changed(given: Sequence[Any]) -> list[int]:
         if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
             found.append(position)
     return found
+
+
+def refuse_strides(nodes: Iterable[Node]) -> None:
+    """A graph must not say where in the memory of a value something lies (`as_strided`).
+
+    What such an op gives is no function of values: the passes may lay a value out in another way than eager.
+
+    Raises:
+        MutationError: an op takes a place in memory.
+    """
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and any(a.name == "storage_offset" for a in schema.arguments):
+            raise MutationError(f"{node.target} takes what lies at given strides in memory, which is no function of values", node)
 
 
 def changes_something(node: Node) -> bool:

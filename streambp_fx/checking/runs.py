@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule, Interpreter, Node
 
 from ..passes.vjp import without_saved_tensors_hooks
@@ -76,11 +77,11 @@ def run(
             value = result.read() if hasattr(result, "read") else result
             found.outputs.append(value.detach())
             if value.requires_grad and position not in constant:
-                roots.append(value)
+                roots.append(get_gradient_edge(value))
                 found.roots.append(position)
                 cotangents.append(_cotangent(value, position))
         results.clear()
-        if roots:
+        if roots:  # edges and not tensors: for those a mode for torch functions would be off in the backward
             torch.autograd.backward(roots, cotangents)
     for position, (before, after) in enumerate(zip(inputs, given, strict=True)):
         if isinstance(before, Tensor) and position not in fixed and not torch.equal(before, after):
@@ -101,7 +102,8 @@ def _reduced(leaves: dict[int, Tensor], found: dict[int, Sketch | None]) -> Iter
     """Within: a gradient that has come is reduced and dropped."""
 
     def reduce(position: int, leaf: Tensor) -> None:
-        assert leaf.grad is not None
+        if leaf.grad is None:
+            return  # the hook is called as well where a step says that there is no gradient
         found[position] = sketch(leaf.grad, position)
         leaf.grad = None
 
