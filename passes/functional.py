@@ -264,7 +264,10 @@ def refuse_strides(nodes: Iterable[Node]) -> None:
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and any(a.name == "storage_offset" for a in schema.arguments):
-            raise MutationError(f"{node.target} takes what lies at given strides in memory, which is no function of values", node)
+            raise MutationError(
+                f"{node.target} takes what lies at given strides in memory, which is no function of values",
+                node,
+            )
 
 
 def changes_something(node: Node) -> bool:

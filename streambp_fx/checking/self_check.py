@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..auto import AutoExecutor
-from ..errors import CompileError
+from ..errors import StreamBPError
 from ..passes.batch import batch_size
 from ..passes.ir import Facts, tensors_of
 from ..runtime.executor import Executor
@@ -65,7 +65,7 @@ def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: S
         what was found; an error within the check itself is "unchecked", and is in the log.
 
     Raises:
-        CompileError: a program could not be made.
+        StreamBPError: a program could not be made, or there is no room to keep values in.
     """
     start = time.perf_counter()
     try:
@@ -73,7 +73,7 @@ def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: S
             found = _Check(module, executor, inputs).result()
     except Unchecked as reason:
         found = SelfCheck("unchecked", reason=str(reason))
-    except CompileError:
+    except StreamBPError:
         raise
     except Exception as error:
         log.warning("a graph could not be checked", exc_info=True)
@@ -121,7 +121,7 @@ class _Check:
         for constant in self._rounds(expected):
             try:
                 found = self._streamed(sizes, given, constant)
-            except (CompileError, MemoryError, torch.OutOfMemoryError):
+            except (StreamBPError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 log.info("the streamed run of a self-check failed", exc_info=True)

@@ -196,7 +196,7 @@ def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
         SegmentRunner, "call", lambda self, kind, *a: ran.append(kind) or call(self, kind, *a)
     )
     factory = functools.partial(build, "llama", **WIDE)
-    eager, streamed = pair(factory, chunk=64, loss_chunk="auto")
+    eager, streamed = pair(factory, chunk=64, loss_chunk="auto", check="never")
     for samples, chunks in ((3, 3), (2, 2), (5, 4)):
         ran.clear()
         with in_double(factory):
@@ -226,7 +226,7 @@ def test_loss_chunk_is_chosen_so_that_the_peak_stays(
     for loss_chunk in (256, rows + 64, "auto"):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        streambp_fx.transform(model, chunk=1024, loss_chunk=loss_chunk)
+        streambp_fx.transform(model, chunk=1024, loss_chunk=loss_chunk, check="never")
         with torch.no_grad():
             model(**batch)
         ran.clear()

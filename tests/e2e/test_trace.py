@@ -86,7 +86,8 @@ def test_what_trace_refuses() -> None:
     model = build("llama", num_hidden_layers=1)
     with pytest.raises(ValueError, match="unknown option 'chnk'"):
         streambp_fx.trace(model, plain(1, 9), chnk=4)
-    with pytest.raises(streambp_fx.CaptureError, match="gave no graph to trace"):
+    refused = pytest.raises(streambp_fx.CaptureError, match="gave no graph to trace")
+    with refused, pytest.warns(streambp_fx.StreamBPWarning, match="output_attentions"):
         streambp_fx.trace(model, {**plain(1, 9), "output_attentions": True})
     assert "forward" not in vars(model)
 

@@ -22,6 +22,9 @@ from trainer_runs import (
     sft_completion,
 )
 
+# Trainers of TRL switch checkpointing on, and the user is told who does it now.
+pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing is on as well")
+
 
 @pytest.mark.parametrize("make", [pytest.param(sft, marks=pytest.mark.slow), dpo], ids=lambda f: f.__name__)
 def test_a_trainer(make: Make, tmp_path: Path) -> None:
