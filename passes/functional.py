@@ -265,7 +265,7 @@ def refuse_strides(nodes: Iterable[Node]) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and any(a.name == "storage_offset" for a in schema.arguments):
             raise MutationError(
-                f"{node.target} takes what lies at given strides in memory, which is no function of values",
+                f"{node.target} reads memory by strides, which is no function of values",
                 node,
             )
 

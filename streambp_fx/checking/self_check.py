@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -28,6 +29,7 @@ from ..auto import AutoExecutor
 from ..errors import StreamBPError
 from ..passes.batch import batch_size
 from ..passes.ir import Facts, tensors_of
+from ..passes.rules.asking import STRICT
 from ..runtime.executor import Executor
 from .blame import Blame, blame
 from .claims import contradicted
@@ -53,6 +55,18 @@ class Unchecked(Exception):
     """Nothing can be compared; says why."""
 
 
+class CheckFault(BaseException):
+    """The check has a bug, where `STREAMBP_STRICT` is set (in tests). Else it is in the log.
+
+    It is no `Exception`, so that what keeps a user's step from failing does not keep a test from failing.
+    """
+
+
+def _strictly(error: Exception) -> None:
+    if os.environ.get(STRICT):
+        raise CheckFault(f"{type(error).__name__}: {error}") from error
+
+
 def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> SelfCheck:
     """Check a compiled graph on a short sequence.
 
@@ -76,6 +90,7 @@ def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: S
     except StreamBPError:
         raise
     except Exception as error:
+        _strictly(error)
         log.warning("a graph could not be checked", exc_info=True)
         found = SelfCheck("unchecked", reason=f"the check failed: {type(error).__name__}: {error}")
     return dataclasses.replace(found, seconds=time.perf_counter() - start)
@@ -239,7 +254,8 @@ class _Check:
             where = contradicted(self.facts, given, sizes) or blame(
                 self.module, self.executor, given, sizes, self.fixed
             )
-        except Exception:
+        except Exception as error:
+            _strictly(error)
             log.info("what differs could not be found", exc_info=True)
             where = None
         where = where or Blame(reason)

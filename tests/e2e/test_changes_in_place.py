@@ -221,7 +221,24 @@ WHOLE: dict[str, Middle] = {
     "batch norm": lambda m, x: x + m.norm(x.transpose(1, 2)).transpose(1, 2),
     "instance norm": instance_norm,
 }
-UNSTREAMED: dict[str, Middle] = {"no_grad": no_grad, "detached": detached, "a weight": weight}
+def by_strides(m: Model, x: Tensor) -> Tensor:
+    h = m.first(x)
+    h.as_strided((h.shape[0] * h.shape[1], WIDTH), (WIDTH, 1)).mul_(0.5)
+    return x + h
+
+
+def read_by_strides(m: Model, x: Tensor) -> Tensor:
+    h = m.first(x)
+    return x + h.as_strided(h.shape, h.stride())
+
+
+UNSTREAMED: dict[str, Middle] = {
+    "no_grad": no_grad,
+    "detached": detached,
+    "a weight": weight,
+    "by strides": by_strides,
+    "read by strides": read_by_strides,
+}
 OFTEN = {
     "a view: flatten",
     "a view: dropout that drops nothing",
@@ -288,10 +305,12 @@ def test_in_part_unchunked(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNSTREAMED)
-def test_unstreamed_where_autograd_does_not_see_the_change(name: str) -> None:
+def test_unstreamed_where_there_is_no_functional_form(name: str) -> None:
+    """Changes that autograd does not see, and ops that say where in memory something lies."""
     streamed, warned = said(UNSTREAMED[name])
     assert streambp_fx.schedule(streamed) is None
-    assert "autograd does not see it" in warned[0] and "test_changes_in_place.py" in warned[0]
+    why = "reads memory by strides" if "strides" in name else "autograd does not see it"
+    assert why in warned[0] and "test_changes_in_place.py" in warned[0]
 
 
 def test_buffers_that_share_memory() -> None:
