@@ -21,11 +21,12 @@ from .checking.self_check import self_check
 from .checking.short import ROWS
 from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
+from .hooks import guard_hooks
 from .options import Options
 from .passes import PassError, analyze
 from .passes.axes import is_secondary
 from .passes.capture import source_line, source_name
-from .passes.functional import MutationError
+from .passes.functional import NotPureError
 from .passes.ir import Facts
 from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
 from .progress import announced
@@ -89,6 +90,7 @@ def compile_graph(
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
+    guard_hooks()
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module
@@ -202,7 +204,7 @@ class CompiledGraph:
         try:
             facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
         except PassError as error:
-            if isinstance(error.cause, MutationError):
+            if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
                 _warn(f"the model runs unstreamed: {error.cause.reason}{line}")
                 return Unstreamed(self.module)

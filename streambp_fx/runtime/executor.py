@@ -70,7 +70,7 @@ class Executor:
         self.whole_forms: dict[int, Subgraph] = {}
         self.masks = masks_to_test(facts)
         self.asked = MaskQuestions(facts, self.masks)
-        wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
+        wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed and tensors_of(n)]
         known = streamed | _whole_inputs(facts)
         self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), known)
         self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
@@ -144,7 +144,7 @@ class Executor:
             self.forget(group[-1], values)
         else:
             self._run(self.tail, values, sizes)
-        results = [values[n] if isinstance(n, Node) else n for n in self.results]
+        results = [self.value(n, values, sizes) if isinstance(n, Node) else n for n in self.results]
         for position, part in self.lazy.items():
             results[position] = self._lazily(part, values, sizes, inputs, step)
         return results
