@@ -124,8 +124,8 @@ def _is_hooked(value: torch.Tensor) -> bool:
     """True if somebody is to be given the gradient of a value.
 
     NOTE [hooks in the forward]: such a hook sees, and may change, the gradient of the whole value, once.
-    Inside of a segment that gradient never exists. Dynamo makes an op of the registration; on the fake tensors
-    of a trace it has happened, however it is written.
+    Inside of a segment that gradient never exists. Dynamo makes an op of the registration; on the fake
+    tensors of a trace it has happened, however it is written.
     """
     return bool(value._backward_hooks) or value.retains_grad
 

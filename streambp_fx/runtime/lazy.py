@@ -87,6 +87,11 @@ class LazyTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Another one where a tensor was changed in place, or was given other memory."""
+    return tensor._version, tensor.untyped_storage()._cdata
+
+
 class _Read(torch.autograd.Function):
     """The value of a lazy tensor; its gradient is the lazy tensor's."""
 
@@ -169,10 +174,10 @@ class LazyOutput(torch.autograd.Function):
         WholeSegment.remember(ctx, part.module, False, inputs)
         ctx.anew = anew
         read = [v for v in plain if isinstance(v, Tensor)] if anew is None else anew.inputs
-        versions = [v._version for v in read]
+        versions = [_version(v) for v in read]
 
         def compute() -> Tensor:
-            if versions != [v._version for v in read]:
+            if versions != [_version(v) for v in read]:
                 raise RuntimeError(CHANGED)
             with torch.no_grad():
                 return part.module(*(plain if anew is None else anew.make()))[0]
