@@ -19,6 +19,7 @@ from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tens
 from .rules import Rule, RuleContext, rule_of
 from .rules.asking import ask
 from .rules.pointwise import align, pointwise
+from .shown import refuse_weights
 
 UNKNOWN = "the sequence axis of"
 
@@ -41,6 +42,7 @@ def axes(captured: CapturedGraph) -> Facts:
     for node, value in zip(facts.written, facts.results[len(facts.outputs) :], strict=True):
         if value in facts.needs_grad:
             raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
+    refuse_weights(facts)
     return facts
 
 

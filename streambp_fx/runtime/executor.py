@@ -23,6 +23,7 @@ from ..passes.ir import Facts, Kind, Segment, evaluate_size, shape_of, tensors_o
 from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
+from ..passes.shown import is_shown
 from ..passes.vjp import SegmentPrograms
 from .blocks import Step
 from .common import OwnedBuffers
@@ -185,7 +186,9 @@ class Executor:
         like = tensors_of(node)[0]
         given = [self.value(n, values, sizes) for n in part.inputs]
         anew = self.padding.completion(part, inputs, step)
-        return LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+        made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+        made.of_the_loss = is_shown(self.facts, node)
+        return made
 
     def value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         if node in values:
