@@ -9,6 +9,7 @@ for the hooks of all modules (`register_module_forward_hook`) too. It looks in i
 from __future__ import annotations
 
 from torch import nn
+from torch._C import _autograd as autograd
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -38,6 +39,25 @@ def guard_hooks() -> None:
     source = InstructionTranslator.current_tx().import_source(modules.__name__)
     for name in OF_ALL_MODULES:
         guards.add(AttrSource(source, name).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+
+
+# Hooks of PyTorch on what autograd saves, which give back what they were given.
+HARMLESS = ("torch.utils.checkpoint._checkpoint_hook.", "torch.autograd.graph.save_on_cpu.")
+MAY_CHANGE = "is a hook on saved tensors, which may change what autograd saves"
+
+
+def hook_on_saved_tensors() -> str | None:
+    """Name of a hook on what autograd saves that may change it, if there is one.
+
+    NOTE [hooks on saved tensors]: eager gives `saved_tensors_hooks` every tensor that an op saves, and its
+    gradient is that of what they give back. A streamed step saves other tensors, and fewer. Only of hooks of
+    PyTorch's own is it known that they give back the values: checkpoints, and `save_on_cpu`.
+    """
+    top = autograd._top_saved_tensors_default_hooks(True)
+    if top is None:
+        return None
+    names = [f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__name__)}" for f in top]
+    return None if all(name.startswith(HARMLESS) for name in names) else names[0]
 
 
 class Hooks:

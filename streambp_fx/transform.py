@@ -27,7 +27,7 @@ from .arguments import cannot_be_streamed, numbers_as_tensors, without_cache
 from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
-from .hooks import Hooks
+from .hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .options import Options
 from .plain_forms import in_plain_pytorch
 from .progress import announced
@@ -203,6 +203,9 @@ class StreamedForward:
         asked = cannot_be_streamed(inputs, self.model)
         if asked:
             return self._unstreamed(", ".join(asked), inputs)
+        hook = hook_on_saved_tensors()
+        if hook is not None:
+            return self._unstreamed(f"{hook} {MAY_CHANGE}", inputs)
         if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
             try:
                 return self._streamed(dict(inputs))

@@ -26,7 +26,7 @@ from ..passes.segment import samples
 from ..passes.shown import is_shown
 from ..passes.vjp import SegmentPrograms
 from .blocks import Step
-from .common import OwnedBuffers
+from .common import OwnedBuffers, as_it_is
 from .function import StreamedSegment
 from .head import OneSweepHead, Sweep, sweep_of
 from .lazy import LazyOutput
@@ -235,11 +235,12 @@ class Executor:
         inputs, outputs = self._inputs_of(group, values), self.outputs_of(group)
         fixed = {n: v for n, v in inputs.items() if not isinstance(v, Tensor)}
         tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
-        nodes, runs = list(tensors), itertools.count()  # the function must not hold the tensors
+        nodes, runs = list(tensors), itertools.count()  # the function must not hold what segments made
+        held = {n: as_it_is(v).requires_grad_(v.requires_grad) for n, v in tensors.items() if v.is_leaf}
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             again = next(runs) > 0
-            local = {**fixed, **dict(zip(nodes, given, strict=True))}
+            local = {**fixed, **dict(zip(nodes, given, strict=True)), **(held if again else {})}
             for segment in group:
                 # nobody reads the last outputs again, and what they were made of is kept
                 unread = again and segment is group[-1] and self.policy.save == "inputs"
