@@ -10,15 +10,17 @@ from functools import partial
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
-from .functional import MutationError
+from .functional import MutationError, NotPureError
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from .rules import Rule, RuleContext, rule_of
 from .rules.asking import ask
 from .rules.pointwise import align, pointwise
+from .shown import refuse_weights
 
 UNKNOWN = "the sequence axis of"
 
@@ -41,7 +43,24 @@ def axes(captured: CapturedGraph) -> Facts:
     for node, value in zip(facts.written, facts.results[len(facts.outputs) :], strict=True):
         if value in facts.needs_grad:
             raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
+    refuse_weights(facts)
+    _refuse_numbers(facts)
     return facts
+
+
+def _refuse_numbers(facts: Facts) -> None:
+    """Raise if a number is taken from the values of a tensor (`item()` in a hook): it is no size.
+
+    Raises:
+        NotPureError: it is.
+    """
+    for node in facts.nodes:
+        if node.op != "call_function" or tensors_of(node):
+            continue
+        given = [t for n in node.all_input_nodes for t in tensors_of(n)]
+        value = node.meta.get("val")
+        if given and value is not None and free_unbacked_symbols(value) - free_unbacked_symbols(given):
+            raise NotPureError("a number is taken from the values of a tensor", node)
 
 
 def _reached_by_gradients(facts: Facts) -> set[Node]:

@@ -23,6 +23,7 @@ from .custom_gradient import Retrace
 from .functional import (
     Memory,
     MutationError,
+    NotPureError,
     changes_inside,
     changes_something,
     functional,
@@ -233,7 +234,7 @@ def _trace(
         run = functional(Retrace(module, floats, meta_as, memory).run, memory, written)
         try:
             traced = trace(run, *make_inputs(), pre_dispatch=True)
-        except MutationError:
+        except NotPureError:
             raise
         except Exception as error:
             reason = str(error).strip().split("\n", 1)[0]

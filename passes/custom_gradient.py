@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from .functional import Memory, MutationError, drops_nothing, plain
+from .functional import HookError, Memory, MutationError, drops_nothing, plain
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -96,6 +96,8 @@ class Retrace(Interpreter):
         result = super().run_node(n)
         self.memory.see(result)
         self.memory.check(given, n)
+        if any(map(_is_hooked, (v for v, _ in given))):
+            raise HookError("a hook on the gradient of a value is registered in the forward", n)
         return result
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[tuple, dict]:
@@ -116,6 +118,16 @@ class Retrace(Interpreter):
         if kwargs.get("dirty_idx"):
             raise MutationError("a custom autograd function changes its inputs in place", self.node)
         return _as_one_node(CustomFunction(args[0], args[1], kwargs), args[2:])
+
+
+def _is_hooked(value: torch.Tensor) -> bool:
+    """True if somebody is to be given the gradient of a value.
+
+    NOTE [hooks in the forward]: such a hook sees, and may change, the gradient of the whole value, once.
+    Inside of a segment that gradient never exists. Dynamo makes an op of the registration; on the fake
+    tensors of a trace it has happened, however it is written.
+    """
+    return bool(value._backward_hooks) or value.retains_grad
 
 
 def _as_one_node(function: CustomFunction, inputs: tuple) -> Any:

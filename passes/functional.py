@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class MutationError(Exception):
-    """The graph does something to memory that has no functional form with the same value and gradient.
+class NotPureError(Exception):
+    """The graph does something beside computing values, which a step in chunks could not do as eager does.
 
     Attributes:
         reason: why.
@@ -39,6 +39,14 @@ class MutationError(Exception):
     def __init__(self, reason: str, node: Node | None = None) -> None:
         super().__init__(reason)
         self.reason, self.node = reason, node
+
+
+class MutationError(NotPureError):
+    """The graph does something to memory that has no functional form with the same value and gradient."""
+
+
+class HookError(NotPureError):
+    """The graph registers a hook on the gradient of a value."""
 
 
 @dataclass
@@ -265,8 +273,7 @@ def refuse_strides(nodes: Iterable[Node]) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and any(a.name == "storage_offset" for a in schema.arguments):
             raise MutationError(
-                f"{node.target} reads memory by strides, which is no function of values",
-                node,
+                f"{node.target} reads memory by strides, which is no function of values", node
             )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .capture import CapturedGraph
-from .functional import changes_something
+from .functional import NotPureError, changes_something
 from .ir import expression, shape_of
 from .rules.contractions import sdpa_arguments
 from .rules.pointwise import pointwise_ops
@@ -45,12 +45,32 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
         for function in REWRITES.get(node.target, []):
             replacement = function(graph, node)
             if replacement is not None and replacement is not node:
+                if function not in SAME_OBJECT:
+                    _refuse_shared_name(node, replacement)
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
                 break
     graph.eliminate_dead_code(is_impure_node=is_impure)
     captured.module.recompile()
     return captured
+
+
+def _refuse_shared_name(node: Node, replacement: Node) -> None:
+    """Raise if a value that is returned would get another gradient, that of all made of `replacement`.
+
+    See NOTE [gradients of hidden states] in `shown`.
+
+    Raises:
+        NotPureError: it would.
+    """
+    known = replacement in node.all_input_nodes and node.meta["val"].dtype.is_floating_point
+    if known and is_returned(node) and any(u is not node for u in replacement.users):
+        raise NotPureError("a view is returned of a value of which others are made", node)
+
+
+def is_returned(node: Node) -> bool:
+    """True for a value that the graph returns."""
+    return any(user.op == "output" for user in node.users)
 
 
 def is_impure(node: Node) -> bool:
@@ -241,6 +261,10 @@ def _is_dynamic(size: sympy.Expr) -> bool:
     return bool(size.free_symbols)
 
 
+# Eager returns the operand itself for these, and so the gradient of all that is made of it.
+SAME_OBJECT = {same_dtype, no_dropout, already_contiguous}
+
+
 # ---- grouped heads
 
 
@@ -268,6 +292,14 @@ def grouped_source(node: Any) -> tuple[Node, int] | None:
     return (source, int(count)) if after == repeated and count.is_integer and count > 1 else None
 
 
+def _chain(node: Node) -> list[Node]:
+    """A value that repeats heads, and what it is made of down to the heads."""
+    found = [node]
+    while found[-1].args[0] is not grouped_source(node)[0]:  # type: ignore[index]
+        found.append(found[-1].args[0])  # type: ignore[arg-type]
+    return found
+
+
 @rewrite(aten.scaled_dot_product_attention.default)
 def grouped_attention(graph: Graph, node: Node) -> Node | None:
     """Hand the kernel the heads as they are: repeated keys and values are never stored."""
@@ -275,6 +307,8 @@ def grouped_attention(graph: Graph, node: Node) -> Node | None:
     key, value = grouped_source(call["key"]), grouped_source(call["value"])
     if call["enable_gqa"] or key is None or value is None or key[1] != value[1]:
         return None
+    if any(is_returned(n) for given in (call["key"], call["value"]) for n in _chain(given)):
+        return None  # their gradients are those of all heads
     return insert(
         graph, node, node.target, call["query"], key[0], value[0], call["attn_mask"], call["dropout_p"],
         call["is_causal"], scale=call["scale"], enable_gqa=True,

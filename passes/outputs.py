@@ -25,11 +25,24 @@ def outputs(facts: Facts, logits: str) -> Facts:
     if logits == "keep" or not any(n in facts.needs_grad for n in losses):
         return facts
     for position, node in enumerate(facts.outputs):
-        if isinstance(node, Node) and _is_wide(facts, node):
+        if isinstance(node, Node) and _is_wide(facts, node) and not _is_inner(facts, node):
             facts.lazy[position] = node
             values[position] = None
     output.args = (tuple(values),)
     return facts
+
+
+def _is_inner(facts: Facts, node: Node) -> bool:
+    """True if something is multiplied by a parameter, or mixed, that is made of a value: it is no logits."""
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if user in facts.mixings or is_product(facts, user):
+                return True
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def _is_wide(facts: Facts, node: Node) -> bool:

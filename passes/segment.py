@@ -18,6 +18,7 @@ from torch.fx import Node
 from .ir import Axis, Facts, Kind, Reach, Role, Segment, operands, shape_of, tensors_of
 from .masks import can_materialize
 from .rules.contractions import aten
+from .shown import refuse_inner, shown
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
 # levels of mixing then share a segment.
@@ -36,6 +37,7 @@ def segment(facts: Facts) -> Facts:
     for piece in facts.segments:
         connect(facts, piece)
         _judge(facts, piece)
+    refuse_inner(facts)
     return facts
 
 
@@ -181,7 +183,9 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
         k for k in range(1, len(order)) if lengths[k] and lengths[k - 1] and lengths[k] != lengths[k - 1]
     }
     cuts = sorted({*cuts, *(p for p in around if not math.isinf(costs[p]))} - {0, len(order)})
-    return cuts, _epilogue(facts, order, costs, head, cuts)
+    epilogue_at, returned = _epilogue(facts, order, costs, head, cuts), shown(facts)
+    behind = {k + 1 for k, n in enumerate(order[:epilogue_at]) if n in returned and costs[k + 1] < math.inf}
+    return sorted({*cuts, *behind}), epilogue_at
 
 
 def _gaps(facts: Facts, order: list[Node], start: int, stop: int) -> list[tuple[int, int, bool]]:

@@ -21,13 +21,15 @@ from .checking.self_check import self_check
 from .checking.short import ROWS
 from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
+from .hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .options import Options
 from .passes import PassError, analyze
 from .passes.axes import is_secondary
 from .passes.capture import source_line, source_name
-from .passes.functional import MutationError
+from .passes.functional import NotPureError
 from .passes.ir import Facts
 from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
+from .passes.vjp import without_saved_tensors_hooks
 from .progress import announced
 from .runtime.common import FALL_BACK, REPORT, compile_error
 from .runtime.executor import Executor
@@ -89,6 +91,7 @@ def compile_graph(
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
+    guard_hooks()
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module
@@ -146,6 +149,10 @@ class CompiledGraph:
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
             _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
             return self.module(*inputs)
+        hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
+        if hook is not None:
+            _warn(f"{hook} {MAY_CHANGE}: this step runs unstreamed")
+            return self.module(*inputs)
         try:
             self._check(version, inputs)
             with around.get()():
@@ -200,9 +207,10 @@ class CompiledGraph:
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
-            facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
+            with without_saved_tensors_hooks():
+                facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
         except PassError as error:
-            if isinstance(error.cause, MutationError):
+            if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
                 _warn(f"the model runs unstreamed: {error.cause.reason}{line}")
                 return Unstreamed(self.module)

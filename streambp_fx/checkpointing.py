@@ -64,4 +64,6 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _is_for_checkpointing(hook: Any) -> bool:
-    return getattr(hook, "__name__", "").startswith(HOOK)
+    """True for a hook that has the name, and calls nothing but `requires_grad_`."""
+    called = getattr(getattr(hook, "__code__", None), "co_names", ())
+    return getattr(hook, "__name__", "").startswith(HOOK) and called == ("requires_grad_",)

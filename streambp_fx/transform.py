@@ -27,9 +27,11 @@ from .arguments import cannot_be_streamed, numbers_as_tensors, without_cache
 from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
+from .hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .options import Options
 from .plain_forms import in_plain_pytorch
 from .progress import announced
+from .runtime.lazy import LazyTensor
 from .schedule import Schedule
 from .versions import check_versions
 from .within import models_within, switched_by_others
@@ -174,6 +176,7 @@ class StreamedForward:
         self._compiled: Any = None
         self._lower: Lower = _stream
         self._begun = False
+        self._hooked: Hooks | None = None  # with these it could not be captured
         self._take_over = TakeOver()
         self._modes: list[Any] = []
         functools.update_wrapper(self, original, updated=())
@@ -200,6 +203,21 @@ class StreamedForward:
         asked = cannot_be_streamed(inputs, self.model)
         if asked:
             return self._unstreamed(", ".join(asked), inputs)
+        hook = hook_on_saved_tensors()
+        if hook is not None:
+            return self._unstreamed(f"{hook} {MAY_CHANGE}", inputs)
+        if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
+            try:
+                return self._streamed(dict(inputs))
+            except CaptureError as error:
+                self._hooked = Hooks(self.model)
+                if not self._hooked:
+                    raise
+                self._why = str(error).split("\n")[1]
+        why = f"the forward of {type(self.model).__name__} cannot be captured with hooks of {self._hooked}"
+        return self._unstreamed(f"{why} ({self._why})", inputs)
+
+    def _streamed(self, inputs: dict[str, Any]) -> Any:
         numbers_as_tensors(inputs, self.__signature__)
         self._declare_sizes(inputs)
         if self._compiled is None:
@@ -267,7 +285,8 @@ class StreamedForward:
         )
         try:
             with settings, self._first_announced():
-                return _rebuild(self._compiled(inputs, drop))
+                output = _rebuild(self._compiled(inputs, drop))
+                return _without_logits(output) if self.options.logits == "drop" else output
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
             if isinstance(cause, CompileError) or isinstance(
@@ -336,6 +355,16 @@ def _rebuild(output: Any) -> Any:
     return output
 
 
+def _without_logits(output: Any) -> Any:
+    """None for each lazy tensor: "drop" is about what the model returns, not about what hooks keep of it."""
+    leaves, spec = torch.utils._pytree.tree_flatten(output)
+    if not any(isinstance(leaf, LazyTensor) for leaf in leaves):
+        return output
+    return torch.utils._pytree.tree_unflatten(
+        [None if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
+    )
+
+
 def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     report = weakref.WeakMethod(owner.report)
 
@@ -344,7 +373,10 @@ def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs
         if method is not None:
             method(schedule)
 
-    return compile_graph(module, example_inputs, owner.options, tell, owner.sequence_dims)
+    options = owner.options
+    if options.logits == "drop":
+        options = dataclasses.replace(options, logits="lazy")  # see `_without_logits`
+    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims)
 
 
 def _backend(

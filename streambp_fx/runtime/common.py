@@ -33,6 +33,17 @@ def refuse_double_backward() -> None:
         )
 
 
+def as_it_is(tensor: Tensor) -> Tensor:
+    """What to save of a tensor for the backward: the memory that it has now.
+
+    NOTE [values changed before the backward]: autograd finds a change in place by the version of what was
+    saved, and raises. It does not find that somebody gave a parameter other memory (`p.data = ...`), and a
+    saved leaf would be read with the new one. Eager reads what its ops have saved, which is the old one.
+    """
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor.detach() if plain and tensor.is_leaf else tensor
+
+
 def split_rows(total: int, chunk: int) -> list[tuple[int, int]]:
     """`(start, length)` of chunks of at most `chunk` rows, as even as possible.
 

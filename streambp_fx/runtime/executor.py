@@ -23,9 +23,10 @@ from ..passes.ir import Facts, Kind, Segment, evaluate_size, shape_of, tensors_o
 from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
+from ..passes.shown import is_shown
 from ..passes.vjp import SegmentPrograms
 from .blocks import Step
-from .common import OwnedBuffers
+from .common import OwnedBuffers, as_it_is
 from .function import StreamedSegment
 from .head import OneSweepHead, Sweep, sweep_of
 from .lazy import LazyOutput
@@ -70,7 +71,7 @@ class Executor:
         self.whole_forms: dict[int, Subgraph] = {}
         self.masks = masks_to_test(facts)
         self.asked = MaskQuestions(facts, self.masks)
-        wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed]
+        wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed and tensors_of(n)]
         known = streamed | _whole_inputs(facts)
         self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), known)
         self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
@@ -144,7 +145,7 @@ class Executor:
             self.forget(group[-1], values)
         else:
             self._run(self.tail, values, sizes)
-        results = [values[n] if isinstance(n, Node) else n for n in self.results]
+        results = [self.value(n, values, sizes) if isinstance(n, Node) else n for n in self.results]
         for position, part in self.lazy.items():
             results[position] = self._lazily(part, values, sizes, inputs, step)
         return results
@@ -185,7 +186,9 @@ class Executor:
         like = tensors_of(node)[0]
         given = [self.value(n, values, sizes) for n in part.inputs]
         anew = self.padding.completion(part, inputs, step)
-        return LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+        made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+        made.of_the_loss = is_shown(self.facts, node)
+        return made
 
     def value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         if node in values:
@@ -232,11 +235,12 @@ class Executor:
         inputs, outputs = self._inputs_of(group, values), self.outputs_of(group)
         fixed = {n: v for n, v in inputs.items() if not isinstance(v, Tensor)}
         tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
-        nodes, runs = list(tensors), itertools.count()  # the function must not hold the tensors
+        nodes, runs = list(tensors), itertools.count()  # the function must not hold what segments made
+        held = {n: as_it_is(v).requires_grad_(v.requires_grad) for n, v in tensors.items() if v.is_leaf}
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
             again = next(runs) > 0
-            local = {**fixed, **dict(zip(nodes, given, strict=True))}
+            local = {**fixed, **dict(zip(nodes, given, strict=True)), **(held if again else {})}
             for segment in group:
                 # nobody reads the last outputs again, and what they were made of is kept
                 unread = again and segment is group[-1] and self.policy.save == "inputs"

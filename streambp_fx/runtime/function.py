@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..passes.ir import tensors_of
 from .blocks import Step
-from .common import refuse_double_backward
+from .common import as_it_is, refuse_double_backward
 from .streamed import SegmentRunner, Values
 
 
@@ -30,7 +30,8 @@ class StreamedSegment(torch.autograd.Function):
         ctx.runner, ctx.step, ctx.count, ctx.inputs = runner, step, count, len(tensors)
         outputs = tuple(runner.forward(step, values, tensors[0], unread))
         ctx.whole, ctx.chunks = len(whole), len(values.kept)
-        ctx.save_for_backward(*tensors, *whole, *itertools.chain(*values.kept))
+        read = (as_it_is(t) for t in (*tensors, *whole))
+        ctx.save_for_backward(*read, *itertools.chain(*values.kept))
         if runner.needs_grad:
             runner.prepare_backward(step)
         ctx.set_materialize_grads(False)

@@ -23,6 +23,12 @@ CHANGED = (
     "since the step (by an optimizer?). Read them before that, or keep them: "
     'torch.compile(..., options={"logits": "keep"}).'
 )
+OF_THE_LOSS = (
+    "these logits are computed when they are read, and the loss is made without them: their gradient is not "
+    'that of the loss. Keep them to have it: torch.compile(..., options={"logits": "keep"}).'
+)
+# What asks for a gradient that goes through the value, not from it.
+GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
 # What can be told without the value. Getters of attributes come as their `__get__`.
 KNOWN = {
     *(getattr(Tensor, n).__get__ for n in (
@@ -44,6 +50,7 @@ class LazyTensor(torch.Tensor):
 
     _compute: Callable[[], Tensor] | None
     _value: Tensor | None
+    of_the_loss = False
 
     @staticmethod
     def make(compute: Callable[[], Tensor], like: Tensor | _Like) -> LazyTensor:
@@ -66,6 +73,8 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in GRADIENTS and _is_of_the_loss((args[1:], kwargs) if func is torch.autograd.grad else args):
+            raise RuntimeError(OF_THE_LOSS)
         if func in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -85,6 +94,16 @@ class LazyTensor(torch.Tensor):
         plain = lambda x: x.read().detach()  # noqa: E731
         args, kwargs = tree_map_only(LazyTensor, plain, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _is_of_the_loss(values: Any) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return any(isinstance(v, LazyTensor) and v.of_the_loss for v in leaves)
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Another one where a tensor was changed in place, or was given other memory."""
+    return tensor._version, tensor.untyped_storage()._cdata
 
 
 class _Read(torch.autograd.Function):
@@ -169,10 +188,10 @@ class LazyOutput(torch.autograd.Function):
         WholeSegment.remember(ctx, part.module, False, inputs)
         ctx.anew = anew
         read = [v for v in plain if isinstance(v, Tensor)] if anew is None else anew.inputs
-        versions = [v._version for v in read]
+        versions = [_version(v) for v in read]
 
         def compute() -> Tensor:
-            if versions != [v._version for v in read]:
+            if versions != [_version(v) for v in read]:
                 raise RuntimeError(CHANGED)
             with torch.no_grad():
                 return part.module(*(plain if anew is None else anew.make()))[0]

@@ -269,6 +269,8 @@ class SegmentRunner:
         if len(self.diff_rows) != 1 or len(self.diff_outputs) != 1:
             return False
         row, output = self.diff_rows[0], self.diff_outputs[0]
+        if output in self.facts.outputs:
+            return False  # somebody may hold its gradient
         same = tensors_of(row)[0].dtype == tensors_of(output)[0].dtype
         return same and shape_of(row) == shape_of(output) and self.axis(row) == self.axis(output)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .common import refuse_double_backward
+from .common import as_it_is, refuse_double_backward
 
 
 class WholeSegment(torch.autograd.Function):
@@ -36,7 +36,7 @@ class WholeSegment(torch.autograd.Function):
         ctx.cuda_state = torch.cuda.get_rng_state_all() if random and torch.cuda.is_available() else None
         ctx.positions = [k for k, v in enumerate(inputs) if isinstance(v, Tensor)]
         ctx.others = [None if isinstance(v, Tensor) else v for v in inputs]
-        ctx.save_for_backward(*(inputs[k] for k in ctx.positions))
+        ctx.save_for_backward(*(as_it_is(inputs[k]) for k in ctx.positions))
 
     @staticmethod
     def pull_back(ctx: Any, first: int, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:

@@ -246,7 +246,7 @@ def optimizer_in_the_backward(m: Any, call: Any, record: Record) -> None:
         loss = call(tokens(2, length))
         loss.backward()
         record("loss", loss)
-        record.state(m)
+        record("parameters", dict(m.named_parameters()))
 
 
 @scenario

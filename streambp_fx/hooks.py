@@ -1,0 +1,91 @@
+"""Hooks of modules: noticed in the first step, and when they come and go later.
+
+NOTE [hooks that come later]: Dynamo calls the hooks that a module has when it traces the model, and by
+default does not look whether there are others in a later step (`skip_nnmodule_hook_guards`). A graph of ours
+is compiled again then: for each module that was found without hooks Dynamo is asked to look after all, and
+for the hooks of all modules (`register_module_forward_hook`) too. It looks in its guards, in C++.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch._C import _autograd as autograd
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import TracingContext
+from torch.nn.modules import module as modules
+
+# Attributes of a module.
+OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Names in torch.nn.modules.module.
+OF_ALL_MODULES = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
+def guard_hooks() -> None:
+    """Have the graph that Dynamo is compiling compiled again when hooks of modules come or go."""
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    guards = context.guards_context.dynamo_guards
+    skipped = [g for g in guards if g.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT]
+    for guard in skipped:
+        guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+    source = InstructionTranslator.current_tx().import_source(modules.__name__)
+    for name in OF_ALL_MODULES:
+        guards.add(AttrSource(source, name).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+
+
+# Hooks of PyTorch on what autograd saves, which give back what they were given.
+HARMLESS = ("torch.utils.checkpoint._checkpoint_hook.", "torch.autograd.graph.save_on_cpu.")
+MAY_CHANGE = "is a hook on saved tensors, which may change what autograd saves"
+
+
+def hook_on_saved_tensors() -> str | None:
+    """Name of a hook on what autograd saves that may change it, if there is one.
+
+    NOTE [hooks on saved tensors]: eager gives `saved_tensors_hooks` every tensor that an op saves, and its
+    gradient is that of what they give back. A streamed step saves other tensors, and fewer. Only of hooks of
+    PyTorch's own is it known that they give back the values: checkpoints, and `save_on_cpu`.
+    """
+    top = autograd._top_saved_tensors_default_hooks(True)
+    if top is None:
+        return None
+    names = [f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__name__)}" for f in top]
+    return None if all(name.startswith(HARMLESS) for name in names) else names[0]
+
+
+class Hooks:
+    """The hooks that are called within a model's forward and backward: of its modules, and of all modules.
+
+    Not those of the model itself, which are called around its forward.
+
+    Attributes:
+        keys: what PyTorch knows them by; a hook that is taken away and added again has another.
+        where: what has them, in words.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.keys: list[int] = []
+        self.where: list[str] = []
+        named = ((repr(name), module) for name, module in model.named_modules() if module is not model)
+        for name, module in named:
+            self._add(name, [getattr(module, table) for table in OF_A_MODULE])
+        self._add("all modules", [getattr(modules, table) for table in OF_ALL_MODULES])
+
+    def _add(self, where: str, tables: list[dict[int, object]]) -> None:
+        keys = [key for table in tables for key in table]
+        self.keys += keys
+        self.where += [where] * bool(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    def __str__(self) -> str:
+        more = len(self.where) - 3
+        return ", ".join(self.where[:3]) + (f" and {more} more" if more > 0 else "")
