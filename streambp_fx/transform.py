@@ -34,7 +34,6 @@ from .schedule import Schedule
 from .versions import check_versions
 from .within import models_within, switched_by_others
 
-
 # Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
 _all: weakref.WeakSet[StreamedForward] = weakref.WeakSet()
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
