@@ -28,6 +28,7 @@ from .passes.capture import source_line, source_name
 from .passes.functional import MutationError
 from .passes.ir import Facts
 from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
+from .passes.vjp import without_saved_tensors_hooks
 from .progress import announced
 from .runtime.common import FALL_BACK, REPORT, compile_error
 from .runtime.executor import Executor
@@ -89,6 +90,18 @@ def compile_graph(
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
+    with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
+        return _compiled_graph(module, example_inputs, options, report, declared, meta_as)
+
+
+def _compiled_graph(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report | None,
+    declared: Mapping[str, int] | None,
+    meta_as: torch.device | None,
+) -> Callable[..., Any]:
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module
@@ -142,12 +155,14 @@ class CompiledGraph:
         return any(not isinstance(v, Unstreamed) for v in self.versions)
 
     def __call__(self, *inputs: Any) -> Any:
-        version = self._version(inputs)
+        with without_saved_tensors_hooks():
+            version = self._version(inputs)
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
             _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
             return self.module(*inputs)
         try:
-            self._check(version, inputs)
+            with without_saved_tensors_hooks():
+                self._check(version, inputs)
             with around.get()():
                 return version(*inputs)
         except CompileError as error:
