@@ -29,7 +29,7 @@ def axes(captured: CapturedGraph) -> Facts:
     """Kinds and layouts of all nodes of a normalized graph."""
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
-    facts.written = captured.written
+    facts.written, facts.laid_out = captured.written, captured.laid_out
     context = RuleContext(facts)
     for node in facts.nodes:
         if node.op == "output":

@@ -29,7 +29,7 @@ from .functional import (
     functional,
     refuse_strides,
 )
-from .ir import evaluate, shape_of, tensors_of
+from .ir import evaluate, expression, shape_of, tensors_of
 from .sequence import Lengths, values_of
 from .tracing import trace
 
@@ -52,6 +52,7 @@ class CapturedGraph:
         opaque: inputs that are no plain tensors (quantised weights), with the name of their class.
         written: placeholders of inputs that the model changes in place. Their new values are the graph's last
             outputs; the graph itself changes nothing.
+        laid_out: placeholders that are taken to be contiguous, whatever the input is.
     """
 
     module: torch.fx.GraphModule
@@ -63,6 +64,7 @@ class CapturedGraph:
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
     opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
     written: list[torch.fx.Node] = field(default_factory=list)
+    laid_out: set[torch.fx.Node] = field(default_factory=set)
 
 
 class SymbolTable:
@@ -140,11 +142,23 @@ def _fake_input(
     if not isinstance(value, torch.Tensor):
         return value
     shape = [table.translate(s) for s in value.shape]  # sizes get their symbols first
-    stride = [table.translate(s) for s in value.stride()]
     device = meta_as if meta_as is not None and value.is_meta else value.device
     with mode:
-        fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+        if table.lengths is not None and has_own_strides(value, table.lengths):
+            fake = torch.empty(shape, dtype=value.dtype, device=device)
+        else:
+            stride = [table.translate(s) for s in value.stride()]
+            fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
         return fake.requires_grad_(value.requires_grad)
+
+
+def has_own_strides(value: torch.Tensor, lengths: Lengths) -> bool:
+    """True if strides of an input do not follow from sizes: it is a slice of something longer.
+
+    They are symbols of Dynamo's that no size has. Such an input is captured, and handed over, contiguous.
+    """
+    symbols = {s for stride in value.stride() for s in expression(stride).free_symbols}
+    return not symbols <= set(lengths.values)
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -199,6 +213,8 @@ def capture(
             continue
         if is_traceable_wrapper_subclass(example):
             result.opaque[new] = type(example).__name__
+        if lengths is not None and has_own_strides(example, lengths):
+            result.laid_out.add(new)
         if isinstance(example, torch.nn.Parameter):
             result.parameters[new] = source_name(old)
         if example.requires_grad:

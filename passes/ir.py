@@ -121,8 +121,8 @@ class NotSeparable(Exception):
 class Facts:
     """Everything the passes have proved about one graph.
 
-    `guards`, `values`, `sequence`, `parameters`, `differentiable`, `opaque` and `written` are those of the
-    captured graph.
+    `guards`, `values`, `sequence`, `parameters`, `differentiable`, `opaque`, `written` and `laid_out` are
+    those of the captured graph.
     """
 
     module: GraphModule
@@ -133,6 +133,7 @@ class Facts:
     values: dict[sympy.Symbol, int] = field(default_factory=dict)
     opaque: dict[Node, str] = field(default_factory=dict)
     written: list[Node] = field(default_factory=list)
+    laid_out: set[Node] = field(default_factory=set)
     kinds: dict[Node, Kind] = field(default_factory=dict)
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
     mixings: dict[Node, Mixing] = field(default_factory=dict)

@@ -70,21 +70,31 @@ ATTENTION = {"scaled_dot_product_attention": _attention, "softmax": _along_dim, 
 SCANS = {"cumsum": _along_dim, "cumprod": _along_dim, "logcumsumexp": _along_dim, "conv1d": _along_last}
 
 
-def find_lengths(module: GraphModule, seq_dim: Mapping[str, int] | None = None) -> Lengths:
+def find_lengths(
+    module: GraphModule,
+    seq_dim: Mapping[str, int] | None = None,
+    values: Mapping[sympy.Symbol, int] | None = None,
+    likely: Mapping[str, int] | None = None,
+) -> Lengths:
     """Which symbols of a Dynamo graph are the sequence length.
 
     Args:
         module: the Dynamo graph; its placeholders carry `example_value`.
         seq_dim: dims by input name that are the sequence, whatever the graph says.
+        values: of the symbols, in the call that is asked about; None: those of the trace.
+        likely: dims by input name that are the sequence as a rule, the tokens first: those that are as long
+            as what `seq_dim` names, or as the first of them.
     """
-    inputs = _input_symbols(module)
+    inputs = _input_symbols(module, values or {})
     values = {s: h for _, dims in inputs.values() for s, h in dims.values()}
     try:
-        if seq_dim:
-            found = {s for n, (node, dims) in inputs.items() for s in _named(n, node, dims, seq_dim)}
-        else:
-            found = _voted(module)
-        found &= set(values)
+        found = _symbols_named(inputs, seq_dim or {})
+        for name, dim in (likely or {}).items():
+            sizes = {values[s] for s in found}
+            more = _symbols_named(inputs, {name: dim})
+            found |= {s for s in more if not found or values[s] in sizes}
+        if not found and not seq_dim:
+            found = _voted(module) & set(values)
         sizes = {values[s] for s in found}
         if len(sizes) > 1:
             raise AmbiguousSequence(f"its ops read along dims of different lengths, {sorted(sizes)}")
@@ -99,6 +109,10 @@ def find_lengths(module: GraphModule, seq_dim: Mapping[str, int] | None = None) 
     )
     longer = _longer(module, found)
     return Lengths(frozenset(found), others, samples & others, values, longer=longer, reason=reason)
+
+
+def _symbols_named(inputs: Mapping, seq_dim: Mapping[str, int]) -> set[sympy.Symbol]:
+    return {s for n, (node, dims) in inputs.items() for s in _named(n, node, dims, seq_dim)}
 
 
 def _longer(module: GraphModule, found: set[sympy.Symbol]) -> int:
@@ -116,7 +130,7 @@ def lengths_read(module: GraphModule) -> set[int]:
 
 
 def _input_symbols(
-    module: GraphModule,
+    module: GraphModule, values: Mapping[sympy.Symbol, int]
 ) -> dict[str, tuple[Node, dict[int, tuple[sympy.Symbol, int]]]]:
     """For each tensor input: its placeholder, and symbol and value of each dim that has a symbol."""
     found = {}
@@ -124,7 +138,7 @@ def _input_symbols(
         value = node.meta.get("example_value") if node.op == "placeholder" else None
         if isinstance(value, torch.Tensor):
             dims = {
-                d: (s, _hint(size))
+                d: (s, values.get(s, _hint(size)))
                 for d, size in enumerate(value.shape)
                 if isinstance(s := expression(size), sympy.Symbol)
             }

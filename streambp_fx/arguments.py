@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .errors import StreamBPWarning
 
+# Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
+SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
+TOKENS = ("inputs_embeds", "input_ids")
 # Arguments that make transformers install hooks while it runs, which Dynamo cannot capture.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 DOCUMENTS_MEET = (
@@ -21,14 +26,85 @@ DOCUMENTS_MEET = (
 )
 
 
-def cannot_be_streamed(inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
+@dataclass(frozen=True)
+class Arguments:
+    """What a caller gave, as it was given: nothing is added to it, left out or moved.
+
+    Attributes:
+        positional: the arguments that were given by position, in their order, by the names that the signature
+            has for them. The names are for finding inputs; those of `*args` are numbered.
+        keywords: the others.
+    """
+
+    positional: dict[str, Any]
+    keywords: dict[str, Any]
+
+    @staticmethod
+    def of(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments of a call; None if they do not fit the signature."""
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [n for n, p in signature.parameters.items() if p.kind in by_position][: len(args)]
+        names += [f"*{k}" for k in range(len(names), len(args))]
+        return Arguments(dict(zip(names, args, strict=True)), dict(kwargs))
+
+    def get(self, name: str) -> Any:
+        """The argument of a name; None where it was not given."""
+        return self.positional.get(name, self.keywords.get(name))
+
+    def given(self, name: str) -> bool:
+        return name in self.positional or name in self.keywords
+
+    def with_keywords(self, **more: Any) -> Arguments:
+        return Arguments(self.positional, {**self.keywords, **more})
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors with the names by which they came, also those in dictionaries."""
+        for name, value in (*self.positional.items(), *self.keywords.items()):
+            yield from _tensors(name, value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(str(key), inner)
+
+
+def dims_of_sequence(given: Arguments, named: Mapping[str, int]) -> dict[str, int]:
+    """Dims that carry the sequence, by the name of the input.
+
+    NOTE [names are a guess]: an input that is called as in transformers (`SEQUENCE_DIMS`) may be something
+    else: labels of a classifier, or of a decoder of its own. It counts where that dim is as long as the
+    tokens are. What is said of the inputs here only opens their sizes and finds the sequence among them.
+
+    Args:
+        given: the arguments of the call.
+        named: what the user said, which is not questioned.
+    """
+    dims = {**SEQUENCE_DIMS, **named}
+    lengths = [
+        (name, value.shape[dims[name]])
+        for name, value in given.tensors()
+        if name in dims and -value.dim() <= dims[name] < value.dim()
+    ]
+    first = next((size for name, size in lengths if name in (named or TOKENS)), None)
+    alike = {name for name, size in lengths if size == first}
+    return {name: dim for name, dim in dims.items() if name in alike or name in named}
+
+
+def cannot_be_streamed(given: Arguments, model: nn.Module) -> list[str]:
     """Names of what the caller, or the model's config, asks for and a streamed step does not give."""
     config = getattr(model, "config", None)
-    asked = [n for n in EXTRA_OUTPUTS if inputs.get(n, getattr(config, n, False))]
-    return ["past_key_values", *asked] if inputs.get("past_key_values") is not None else asked
+    asked = [n for n in EXTRA_OUTPUTS if (given.get(n) if given.given(n) else getattr(config, n, False))]
+    return ["past_key_values", *asked] if given.get("past_key_values") is not None else asked
 
 
-def without_cache(inputs: dict[str, Any], model: nn.Module, signature: inspect.Signature) -> None:
+def without_cache(given: Arguments, model: nn.Module, signature: inspect.Signature) -> Arguments:
     """Ask for no cache where none was asked for, as gradient checkpointing does: nobody reads it in training.
 
     NOTE [packed batches with a cache]: without a mask, transformers keeps documents apart whose positions
@@ -36,40 +112,50 @@ def without_cache(inputs: dict[str, Any], model: nn.Module, signature: inspect.S
     keeps the cache of the config, with a warning.
 
     Args:
-        inputs: arguments of the call by name; `use_cache` is added.
+        given: arguments of the call.
         model: the model.
         signature: of its forward.
+
+    Returns:
+        the arguments, with `use_cache`.
     """
-    if "use_cache" in inputs or inputs.get("past_key_values") is not None:
-        return
-    if not _takes_cache(model, signature):
-        return
-    if _documents_meet(inputs, model):
+    if given.get("use_cache") is not None or given.get("past_key_values") is not None:
+        return given
+    if "use_cache" in given.positional or not _takes_cache(model, signature):
+        return given
+    if _documents_meet(given, model):
         warnings.warn(DOCUMENTS_MEET, StreamBPWarning, stacklevel=6)
-        return
-    inputs["use_cache"] = False
+        return given
+    return given.with_keywords(use_cache=False)
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
-    """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache`."""
+    """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache` as
+    transformers means it: without it, the config decides. What others mean by it is theirs.
+    """
+    if not any(isinstance(m, PreTrainedModel) for m in model.modules()):
+        return False
+    own = signature.parameters.get("use_cache")
+    if own is not None:
+        return own.default is None or isinstance(model, PreTrainedModel)
     passes_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    configured = hasattr(getattr(model, "config", None), "use_cache")
-    return "use_cache" in signature.parameters or (passes_on and configured)
+    return passes_on and hasattr(getattr(model, "config", None), "use_cache")
 
 
-def _documents_meet(inputs: Mapping[str, Any], model: nn.Module) -> bool:
+def _documents_meet(given: Arguments, model: nn.Module) -> bool:
     """True if the config asks for a cache that changes what a packed batch means."""
-    positions, masked = inputs.get("position_ids"), inputs.get("attention_mask") is not None
+    positions, masked = given.get("position_ids"), given.get("attention_mask") is not None
     if masked or positions is None or not getattr(getattr(model, "config", None), "use_cache", False):
         return False
     return bool((positions.diff(dim=-1) != 1).any())
 
 
-def numbers_as_tensors(inputs: dict[str, Any], signature: inspect.Signature) -> None:
-    """Numbers that come as extra keywords (a token count) change every step: as tensors they may.
+def counted(given: Arguments, model: nn.Module) -> Arguments:
+    """The token count that transformers' trainer gives its models changes in every step: as a tensor it may.
 
-    The model's own named arguments stay as they are.
+    transformers' losses take it as either. Any other number is captured as the number that it is.
     """
-    for name, value in inputs.items():
-        if name not in signature.parameters and type(value) in (int, float):
-            inputs[name] = torch.tensor(value)
+    items = given.keywords.get("num_items_in_batch")
+    if type(items) is not int or not any(isinstance(m, PreTrainedModel) for m in model.modules()):
+        return given
+    return given.with_keywords(num_items_in_batch=torch.tensor(items))

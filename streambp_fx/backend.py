@@ -84,7 +84,7 @@ def compile_graph(
         example_inputs: its inputs.
         options: how to stream.
         report: called with each schedule, and again when it has been checked.
-        declared: dims by input name that the caller has declared to be the sequence.
+        declared: dims by input name that are likely to be the sequence, the tokens first.
         meta_as: device on which tensors of the meta device are taken to be, for a graph that only gets a
             schedule; None leaves them on meta.
 
@@ -92,12 +92,24 @@ def compile_graph(
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
     guard_hooks()
+    with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
+        return _compiled_graph(module, example_inputs, options, report, declared, meta_as)
+
+
+def _compiled_graph(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report | None,
+    declared: Mapping[str, int] | None,
+    meta_as: torch.device | None,
+) -> Callable[..., Any]:
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module
-    lengths = find_lengths(module, declared or options.seq_dim)
+    lengths = find_lengths(module, options.seq_dim, likely=declared)
     _warn_of_unknown_names(module, options.seq_dim)
-    if not lengths.sequence and declared is None:
+    if not lengths.sequence:
         declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
     if lengths.sequence:
         specialize_floats(module)
@@ -106,7 +118,7 @@ def compile_graph(
         _explain_unstreamed(module, lengths)
         return module
     with announced("compiling a graph"):
-        compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as)
+        compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as, declared)
     return compiled if compiled.streamed else module
 
 
@@ -125,16 +137,19 @@ class CompiledGraph:
         options: Options,
         report: Report | None = None,
         meta_as: torch.device | None = None,
+        declared: Mapping[str, int] | None = None,
     ) -> None:
-        self.meta_as = meta_as
+        self.meta_as, self.declared = meta_as, declared
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
+        # By which of the sizes are equal: what has no streamed version.
+        self.unstreamed: dict[tuple[int, ...], Unstreamed] = {}
         self.places = where_read(module, list(lengths.values))
         self.schedules: list[Schedule] = []
         # Of each version its schedule, and tokens of the short sequence on which it was checked; 0: not yet.
         self.checks: dict[Executor | AutoExecutor, tuple[Schedule, int]] = {}
         self.lock = threading.RLock()
         self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
-        self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths.values)]
+        self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths)]
         _compiled.add(self)
 
     @property
@@ -142,10 +157,8 @@ class CompiledGraph:
         return any(not isinstance(v, Unstreamed) for v in self.versions)
 
     def __call__(self, *inputs: Any) -> Any:
-        version = next((v for v in self.versions if v.accepts(inputs)), None)
-        if version is None:
-            version = self._compile(self._sizes(inputs))
-            self.versions.append(version)
+        with without_saved_tensors_hooks():
+            version = self._version(inputs)
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
             _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
             return self.module(*inputs)
@@ -154,7 +167,8 @@ class CompiledGraph:
             _warn(f"{hook} {MAY_CHANGE}: this step runs unstreamed")
             return self.module(*inputs)
         try:
-            self._check(version, inputs)
+            with without_saved_tensors_hooks():
+                self._check(version, inputs)
             with around.get()():
                 return version(*inputs)
         except CompileError as error:
@@ -187,13 +201,38 @@ class CompiledGraph:
         if not found.ok:
             raise CompileError(f"{found.failure()} {FALL_BACK}")
 
+    def _version(self, inputs: Sequence[Any]) -> Executor | AutoExecutor | Unstreamed:
+        """What runs these inputs; made where there is none for their sizes.
+
+        NOTE [sizes that become different]: which sizes are the sequence is read from those that are equal
+        (`sequence`, NOTE [one sequence length]), and may be others in another call: the rows of an encoder
+        were as many as the tokens, and are no longer.
+        """
+        version = next((v for v in self.versions if v.accepts(inputs)), None)
+        if version is not None:
+            return version
+        sizes = self._sizes(inputs)
+        alike = _alike(sizes)
+        version = self.unstreamed.get(alike)
+        if version is None:
+            lengths = find_lengths(self.module, self.options.seq_dim, sizes, self.declared)
+            version = self._compile(lengths)
+            if isinstance(version, Unstreamed):
+                self.unstreamed[alike] = version
+            else:
+                self.versions.append(version)
+        return version
+
     def _sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         found = (int(inputs[k] if d is None else inputs[k].shape[d]) for k, d in self.places)
         return dict(zip(self.lengths.values, found, strict=True))
 
-    def _compile(self, sizes: Mapping[sympy.Symbol, int]) -> Executor | AutoExecutor | Unstreamed:
+    def _compile(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
+        if not lengths.sequence:
+            _warn(f"the graph runs unstreamed for these sizes: {lengths.reason}")
+            return Unstreamed(self.module)
         try:
-            return self._streamed(dataclasses.replace(self.lengths, values=sizes))
+            return self._streamed(lengths)
         except CompileError as error:
             return self._unstreamed(error)
 
@@ -255,6 +294,12 @@ class Unstreamed:
         return self.module(*inputs)
 
 
+def _alike(sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+    """Which sizes are equal, and which are 0 or 1: a number for each, the same for equal ones."""
+    values = list(sizes.values())
+    return tuple(v if v < 2 else values.index(v) + 2 for v in values)
+
+
 def schedules_of(module: torch.nn.Module) -> list[Schedule]:
     """Schedules of all compiled graphs that read a parameter of `module`, in the order of compilation."""
     own = {id(p) for p in module.parameters()}
@@ -293,10 +338,11 @@ def _explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
 
 def _warn_unchunked(facts: Facts) -> None:
     """One warning for all regions that run whole, with the op, its source line and the cost."""
+    whole = [s for s in facts.segments if not s.chunked and s.refused is not None]
+    causes = [s for s in whole if not is_secondary(s.reason or "")]
     lines = []
-    for segment in facts.segments:
-        if segment.chunked or segment.refused is None or is_secondary(segment.reason or ""):
-            continue
+    for segment in causes or whole:
+        assert segment.refused is not None
         lines.append(f"{segment.refused.target}: {segment.reason} ({source_line(segment.refused)})")
     if lines:
         unique = list(dict.fromkeys(lines))

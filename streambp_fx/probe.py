@@ -86,7 +86,7 @@ class IndependenceProbe:
             self.rows_of = dict.fromkeys(self.rows_of, ())
         placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.inputs = dict(zip(placeholders, inputs, strict=True))
-        self.sizes = read_sizes(size_places(facts), inputs, facts.sequence)
+        self.sizes = read_sizes(size_places(facts), inputs)
         self.values: dict[Node, Any] = {}
         self.segment_of = {n: s for s in facts.segments for n in s.nodes}
         self.regions = {n: _region(facts, n) for n, m in facts.mixings.items() if not has_column(facts, n)}

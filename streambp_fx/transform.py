@@ -23,22 +23,18 @@ from torch.utils._python_dispatch import (
 )
 
 from .adapters import lengthens_sequence, prepare_tracing
-from .arguments import cannot_be_streamed, numbers_as_tensors, without_cache
+from .arguments import Arguments, cannot_be_streamed, counted, dims_of_sequence, without_cache
 from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
+from .logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
 from .plain_forms import in_plain_pytorch
 from .progress import announced
-from .runtime.lazy import LazyTensor
 from .schedule import Schedule
 from .versions import check_versions
 from .within import models_within, switched_by_others
-
-# Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
-SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
-
 
 # Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
 _all: weakref.WeakSet[StreamedForward] = weakref.WeakSet()
@@ -177,6 +173,7 @@ class StreamedForward:
         self._lower: Lower = _stream
         self._begun = False
         self._hooked: Hooks | None = None  # with these it could not be captured
+        self._dims: dict[str, int] = {}
         self._take_over = TakeOver()
         self._modes: list[Any] = []
         functools.update_wrapper(self, original, updated=())
@@ -194,39 +191,39 @@ class StreamedForward:
             return self.original(*args, **kwargs)
         if switched_by_others(self.model, self.original, kwargs) or lengthens_sequence(self.model):
             return self.original(*args, **kwargs)
-        bound = self.__signature__.bind(*args, **kwargs).arguments
-        bound = {k: v for k, v in bound.items() if v is not None and k != "kwargs"} | bound.get("kwargs", {})
-        return self._train(bound)
+        given = Arguments.of(self.__signature__, args, kwargs)
+        if given is None:  # an error, which is the model's own to raise
+            return self.original(*args, **kwargs)
+        return self._train(given)
 
-    def _train(self, inputs: dict[str, Any]) -> Any:
-        without_cache(inputs, self.model, self.__signature__)
-        asked = cannot_be_streamed(inputs, self.model)
+    def _train(self, given: Arguments) -> Any:
+        asked = cannot_be_streamed(given, self.model)
         if asked:
-            return self._unstreamed(", ".join(asked), inputs)
+            return self._unstreamed(", ".join(asked), given)
         hook = hook_on_saved_tensors()
         if hook is not None:
-            return self._unstreamed(f"{hook} {MAY_CHANGE}", inputs)
+            return self._unstreamed(f"{hook} {MAY_CHANGE}", given)
         if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
             try:
-                return self._streamed(dict(inputs))
+                return self._streamed(given)
             except CaptureError as error:
                 self._hooked = Hooks(self.model)
                 if not self._hooked:
                     raise
                 self._why = str(error).split("\n")[1]
         why = f"the forward of {type(self.model).__name__} cannot be captured with hooks of {self._hooked}"
-        return self._unstreamed(f"{why} ({self._why})", inputs)
+        return self._unstreamed(f"{why} ({self._why})", given)
 
-    def _streamed(self, inputs: dict[str, Any]) -> Any:
-        numbers_as_tensors(inputs, self.__signature__)
-        self._declare_sizes(inputs)
+    def _streamed(self, given: Arguments) -> Any:
+        given = counted(without_cache(given, self.model, self.__signature__), self.model)
+        self._declare_sizes(given)
         if self._compiled is None:
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
         with self._take_over(self.model):
-            return self._train_under(modes, inputs) if modes else self._call(inputs)
+            return self._train_under(modes, given) if modes else self._call(given)
 
-    def _unstreamed(self, why: str, inputs: dict[str, Any]) -> Any:
+    def _unstreamed(self, why: str, given: Arguments) -> Any:
         """The model as it is, with the models within it, because of an argument that cannot be streamed."""
         warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
         modules = set(self.model.modules()) - {self.model}
@@ -234,37 +231,37 @@ class StreamedForward:
         for streamed in inner:
             streamed.active = False
         try:
-            return self.original(**inputs)
+            return self.original(*given.positional.values(), **given.keywords)
         finally:
             for streamed in inner:
                 streamed.active = True
 
-    def _train_under(self, modes: list[Any], inputs: dict[str, Any]) -> Any:
+    def _train_under(self, modes: list[Any], given: Arguments) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
         self._modes = modes
         try:
             with _disable_current_modes():
-                return self._call(inputs)
+                return self._call(given)
         finally:
             self._modes = []
 
     @property
     def sequence_dims(self) -> dict[str, int]:
-        """Dims that carry the sequence, by the name of the input."""
-        return {**SEQUENCE_DIMS, **(self.options.seq_dim or {})}
+        """Dims that carry the sequence in the call that is being captured, by the name of the input."""
+        return self._dims
 
-    def _declare_sizes(self, inputs: dict[str, Any]) -> None:
+    def _declare_sizes(self, given: Arguments) -> None:
         """Tell Dynamo which dims carry the sequence, so that another length is the same graph.
 
         NOTE [batch sizes]: the batch size is a symbol as well, so that further ones share the graph, and so
         that a part of the batch can be run where the rest is padding (`runtime.blocks`). PyTorch compiles a
         graph of its own for one sequence.
         """
-        for name, dim in self.sequence_dims.items():
-            value = inputs.get(name)
-            if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        self._dims = dims_of_sequence(given, self.options.seq_dim or {})
+        for name, value in given.tensors():
+            if name not in self._dims or value.dim() < 2:
                 continue
-            dim %= value.dim()
+            dim = self._dims[name] % value.dim()
             for open_dim in {dim} if dim != 1 else {0, 1}:
                 if value.shape[open_dim] > 1:
                     torch._dynamo.maybe_mark_dynamic(value, open_dim)
@@ -276,8 +273,9 @@ class StreamedForward:
                 stack.callback(_pop_mode)
             return executor(*inputs)
 
-    def _call(self, inputs: dict[str, Any]) -> Any:
-        drop = self.options.logits == "drop" and inputs.get("labels") is not None
+    def _call(self, given: Arguments) -> Any:
+        drop = self.options.logits == "drop" and given.get("labels") is not None
+        widths = vocabularies(self.model) if drop else ()
         settings = torch._dynamo.config.patch(
             ignore_logging_functions=set(LOGGERS),
             allow_unspec_int_on_nn_module=True,
@@ -285,8 +283,8 @@ class StreamedForward:
         )
         try:
             with settings, self._first_announced():
-                output = _rebuild(self._compiled(inputs, drop))
-                return _without_logits(output) if self.options.logits == "drop" else output
+                output = rebuilt(*self._compiled(given.positional, given.keywords, widths))
+                return without_lazy(output) if self.options.logits == "drop" else output
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
             if isinstance(cause, CompileError) or isinstance(
@@ -307,17 +305,8 @@ class StreamedForward:
             lower: what becomes of a captured graph; None: it is streamed.
         """
 
-        def call(inputs: dict[str, Any], drop_logits: bool) -> Any:
-            output = self.captured(**inputs)
-            if not drop_logits or isinstance(output, tuple):
-                return output
-            if isinstance(output, dict):
-                return type(output), {k: v for k, v in output.items() if k != "logits"}
-            if dataclasses.is_dataclass(output):
-                fields = type(output).__dataclass_fields__  # type: ignore[union-attr]
-                return type(output), {k: getattr(output, k) for k in fields if k != "logits"}
-            output.logits = None
-            return output
+        def call(positional: dict[str, Any], keywords: dict[str, Any], dropped: tuple[int, ...]) -> Any:
+            return without_logits(self.captured(*positional.values(), **keywords), dropped)
 
         prepare_tracing()
         own = types.FunctionType(
@@ -347,24 +336,6 @@ class StreamedForward:
             print(schedule.for_length())
 
 
-def _rebuild(output: Any) -> Any:
-    """The model's output from its class and fields, for which no logits were made."""
-    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], type):
-        kind, fields = output
-        return kind(**fields) if issubclass(kind, dict) else kind(**fields, logits=None)
-    return output
-
-
-def _without_logits(output: Any) -> Any:
-    """None for each lazy tensor: "drop" is about what the model returns, not about what hooks keep of it."""
-    leaves, spec = torch.utils._pytree.tree_flatten(output)
-    if not any(isinstance(leaf, LazyTensor) for leaf in leaves):
-        return output
-    return torch.utils._pytree.tree_unflatten(
-        [None if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
-    )
-
-
 def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     report = weakref.WeakMethod(owner.report)
 
@@ -375,7 +346,7 @@ def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs
 
     options = owner.options
     if options.logits == "drop":
-        options = dataclasses.replace(options, logits="lazy")  # see `_without_logits`
+        options = dataclasses.replace(options, logits="lazy")  # see `without_lazy`
     return compile_graph(module, example_inputs, options, tell, owner.sequence_dims)
 
 

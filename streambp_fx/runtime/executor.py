@@ -64,6 +64,7 @@ class Executor:
         self.results, self.written = facts.results, WrittenInputs(facts)
         self.sizes_at = size_places(facts)
         self.guards = tests_of_sizes(facts)
+        self.contiguous_at = _contiguous_at(self)
         # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
         self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
@@ -117,8 +118,15 @@ class Executor:
             rows, loss_rows: of a chunk of a layer and of the loss head, where they are chosen for the step.
         """
         with torch._C._DisableAutocast():  # its casts are ops of the graph
-            results = self._step_of(self.written.copied(inputs), rows, loss_rows)
+            results = self._step_of(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
         return self.written.write(inputs, results)
+
+    def _laid_out(self, inputs: tuple) -> tuple:
+        """Inputs in the order in memory that the programs take them to have."""
+        given = list(inputs)
+        for position in self.contiguous_at:
+            given[position] = given[position].contiguous()
+        return tuple(given)
 
     def _step_of(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> list[Any]:
         values, sizes = self.begin(inputs)
@@ -166,7 +174,7 @@ class Executor:
 
     def sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each size symbol."""
-        return read_sizes(self.sizes_at, inputs, self.facts.sequence)
+        return read_sizes(self.sizes_at, inputs)
 
     def _run(self, part: Subgraph, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> None:
         """Run a subgraph in ordinary PyTorch and keep its outputs."""
@@ -313,6 +321,13 @@ def tokens_of(noted: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]]) -> i
     """Tokens of a step, all sequences together."""
     tokens, _, others = noted
     return tokens * math.prod(v for _, v in others)
+
+
+def _contiguous_at(executor: Executor) -> list[int]:
+    """Positions of inputs whose strides no program knows: those that come in by rows, and slices."""
+    facts = executor.facts
+    by_rows = {n for s in facts.segments for n in s.rows} | facts.laid_out
+    return [k for k, n in enumerate(executor.placeholders) if n in by_rows and tensors_of(n)]
 
 
 def _reads(segment: Segment, runner: Any) -> list[Node]:
