@@ -221,6 +221,8 @@ WHOLE: dict[str, Middle] = {
     "batch norm": lambda m, x: x + m.norm(x.transpose(1, 2)).transpose(1, 2),
     "instance norm": instance_norm,
 }
+
+
 def by_strides(m: Model, x: Tensor) -> Tensor:
     h = m.first(x)
     h.as_strided((h.shape[0] * h.shape[1], WIDTH), (WIDTH, 1)).mul_(0.5)
