@@ -98,7 +98,8 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
 
 def _computed(facts: Facts, segment: Segment, given: set[Node]) -> list[Node]:
     """What the program of a segment computes, and what it is given, in graph order."""
-    pending = [*given, *segment.nodes, *(m.mask for m in segment.mixings if m.mask is not None)]
+    masks = [n for m in segment.mixings if m.mask is not None for n in m.mask.nodes]
+    pending = [*given, *segment.nodes, *masks]
     found: set[Node] = set()
     while pending:
         node = pending.pop()

@@ -21,6 +21,7 @@ from .ir import (
     Axis,
     Facts,
     Kind,
+    Mask,
     PassError,
     Role,
     Segment,
@@ -162,7 +163,7 @@ class ChunkProgram:
         facts: Facts,
         segment: Segment,
         targets: list[Node],
-        plain: frozenset[Node],
+        plain: frozenset[Mask],
         keep: frozenset[Node] = frozenset(),
     ) -> None:
         self.facts, self.segment, self.targets, self.plain = facts, segment, targets, plain

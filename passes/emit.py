@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from . import attention
 from .chunk import EXPANDS, RESHAPES, Evaluation, emit, grouped_columns
-from .ir import Axis, Role, tensors_of
+from .ir import Axis, Mask, Role, tensors_of
 from .kernels import Block, CpuFlash, additive, choose
 from .rules import arguments
 from .rules.contractions import sdpa_arguments
@@ -126,6 +126,8 @@ def baddbmm(run: Evaluation, node: Node, role: Role) -> Tensor:
     alpha, beta = (node.kwargs.get(k, 1) for k in ("alpha", "beta"))
     scores = torch.bmm(*product)
     scores = scores if alpha == 1 else scores * alpha
+    if beta == 0:  # PyTorch does not look at the addend then: what is infinite in it goes nowhere
+        return scores
     return scores + (addend if beta == 1 else addend * beta)
 
 
@@ -135,7 +137,8 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     call = sdpa_arguments(node)
     query = run.operand(call["query"], role)
     mask_node = call["attn_mask"]
-    causal = call["is_causal"] or mask_node in run.program.plain
+    plain = isinstance(mask_node, Node) and Mask.of(mask_node) in run.program.plain
+    causal = call["is_causal"] or plain
     mask = _mask_rows(run, mask_node) if mask_node is not None and not causal else None
     in_place = _in_place(run, call["key"], call["value"]) if call["dropout_p"] == 0.0 else None
     kernel = None if in_place is None else choose(query, in_place[2], in_place[3], mask)

@@ -75,6 +75,38 @@ class Reach(enum.IntEnum):
     FULL = 4  # [0, T - 1]
 
 
+class Reading(enum.Enum):
+    """What an element of a mask says of a row and a column."""
+
+    ATTENDS = "attends"  # bool: true attends; float: it is added to the scores
+    HIDES = "hides"  # bool: true hides
+    FACTOR = "factor"  # any dtype: the scores are multiplied by it, and zero hides
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What limits the columns that a row reads: it attends where every part lets it.
+
+    Attributes:
+        parts: values of rows and columns, without a gradient, and how each of them is read.
+    """
+
+    parts: tuple[tuple[Node, Reading], ...]
+
+    @classmethod
+    def of(cls, node: Node, reading: Reading = Reading.ATTENDS) -> Mask:
+        """The mask that is one value."""
+        return cls(((node, reading),))
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(node for node, _ in self.parts)
+
+    @property
+    def name(self) -> str:
+        return " and ".join(n.name if r is Reading.ATTENDS else f"{r.value} {n.name}" for n, r in self.parts)
+
+
 @dataclass
 class Mixing:
     """A node whose output row reads other rows of its operands.
@@ -82,13 +114,13 @@ class Mixing:
     Attributes:
         node: the op that reads its column operands.
         columns: operands whose rows are read as columns (keys and values).
-        mask: the value that limits what is read, if there is one.
+        mask: what limits what is read, if there is something.
         reach: CAUSAL if `is_causal` is set, else FULL until the masks pass proves better.
     """
 
     node: Node
     columns: tuple[Node, ...]
-    mask: Node | None = None
+    mask: Mask | None = None
     reach: Reach = Reach.FULL
     window: sympy.Expr | int | None = None
 
@@ -140,7 +172,7 @@ class Facts:
     refusals: dict[Node, str] = field(default_factory=dict)
     faults: dict[Node, str] = field(default_factory=dict)  # bugs of op rules, each taken for a refusal
     slices: set[Node] = field(default_factory=set)
-    masks: dict[Node, Any] = field(default_factory=dict)
+    masks: dict[Mask, Any] = field(default_factory=dict)
     reach: dict[Node, Reach] = field(default_factory=dict)
     needs_grad: set[Node] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)

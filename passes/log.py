@@ -128,8 +128,8 @@ def masks_text(facts: Facts) -> str:
         reach = mixing.reach.name if mixing.window is None else f"{mixing.reach.name} of {mixing.window} rows"
         lines.append(f"{mixing.node.name} ({mixing.node.target}) reads {reach}")
         known = facts.masks.get(mixing.mask) if mixing.mask is not None else None
-        if known is not None:
-            lines.append(f"    under {known.node.name}: {known}")
+        if known is not None and mixing.mask is not None:
+            lines.append(f"    under {mixing.mask.name}: {known}")
         if place(mixing.node):
             lines.append(f"    # {place(mixing.node)}")
     return "\n".join(lines) or "no op reads along the sequence"

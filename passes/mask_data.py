@@ -166,10 +166,17 @@ def _compare(relation: Relational, low: torch.Tensor, high: torch.Tensor) -> tor
 
 
 def _finite(leaf: sympy.Expr, facts: MaskFacts, fetch: Callable) -> Truth:
-    """Whether a bias is far above finfo.min, so that it masks nothing."""
-    limit = torch.finfo(tensor(facts.node).dtype).min / 4
+    """Whether a bias is far from finfo.min and finfo.max, so that it neither masks nor undoes a mask."""
     if leaf.is_number:
-        return bool(leaf > limit)
+        dtype = tensor(facts.node).dtype
+        return bool(abs(leaf) < _limit(dtype if dtype.is_floating_point else torch.float16))
     if not isinstance(leaf, AppliedUndef) or leaf.func.__name__ not in facts.linear:
         return False
-    return (fetch(facts.linear[leaf.func.__name__]) > limit).all()
+    value = fetch(facts.linear[leaf.func.__name__])
+    if not value.dtype.is_floating_point:
+        return False
+    return (value.abs() < _limit(value.dtype)).all()
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max / 4

@@ -12,7 +12,8 @@ proofs. mask_data: the tests at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import mask_views  # noqa: F401  (registers its rules)
+from .ir import Reading
 from .mask_data import data_condition, data_holds, first_column_condition, first_column_open
 from .mask_elements import (
     BATCH,
@@ -36,11 +38,14 @@ from .mask_elements import (
     Elements,
     MaskNotUnderstood,
     is_source,
+    number,
     repeats_no_symbol,
     rule_for,
     same_size,
     shape,
     tensor,
+    to_boolean,
+    to_cases,
 )
 from .mask_rules import aten, is_masked, own, own_dim
 from .predicates import difference, greatest, implies
@@ -50,7 +55,9 @@ __all__ = [
     "MaskFacts",
     "MaskNotUnderstood",
     "analyze",
+    "analyze_parts",
     "can_materialize",
+    "constant",
     "data_condition",
     "data_holds",
     "first_column_condition",
@@ -90,7 +97,8 @@ class MaskFacts:
         node: the node of the mask.
         understood: the mask was evaluated to a predicate.
         reason: why it was not, in one line.
-        kind: "bool" (a choice) or "additive" (a float that is added to the scores).
+        kind: "bool" (a choice), "additive" (a float that is added to the scores) or "factor" (that the scores
+            are multiplied by). A mask of several parts is additive if one of them is.
         predicate: row i attends to column j. Additive: the value is not masked, that is, above finfo.min / 2.
         causal: proved that the predicate implies j <= i.
         window: smallest w for which the predicate is proved to imply j > i - w; None if there is none.
@@ -101,6 +109,8 @@ class MaskFacts:
         window_without_data: `window` of the predicate without the data conjuncts.
         band_without_data: without the data conjuncts, the predicate is exactly j <= i and
             j > i - window_without_data; and there is no bias.
+        infinite: what is hidden is minus infinity everywhere, not a finite number; for an additive mask.
+        finite: no element is infinite; for a factor.
         linear: linear nodes that the predicate or the bias reads, by the name of the function in their place.
         bias: the unknown values added to attended scores, as applications of such functions.
         bounds: what holds for i and j.
@@ -119,6 +129,8 @@ class MaskFacts:
     plain_without_data: bool = False
     window_without_data: int | None = None
     band_without_data: bool = False
+    infinite: bool = False
+    finite: bool = False
     linear: dict[str, fx.Node] = field(default_factory=dict, compare=False, repr=False)
     bias: tuple[sympy.Expr, ...] = ()
     bounds: tuple[Boolean, ...] = ()
@@ -157,16 +169,41 @@ def analyze(
         col_dim: dim of the key positions j; of size T or 1.
         true_attends: False for a bool that is True where the score is masked out (the mask of `masked_fill`).
     """
+    reading = Reading.ATTENDS if true_attends else Reading.HIDES
+    return analyze_parts(((node, reading),), sequence_symbol, is_linear, row_dim, col_dim)
+
+
+def analyze_parts(
+    parts: Sequence[tuple[fx.Node, Reading]],
+    sequence_symbol: sympy.Expr | torch.SymInt,
+    is_linear: Callable[[fx.Node], bool] = repeats_no_symbol,
+    row_dim: int = -2,
+    col_dim: int = -1,
+) -> MaskFacts:
+    """The same of a mask of several parts: row i attends to column j where every part lets it.
+
+    Args:
+        parts: values of rows and columns and how each is read. Where they have dims before those two, they
+            are the same dims, aligned from the right.
+        sequence_symbol, is_linear, row_dim, col_dim: as for `analyze`.
+    """
     length = sequence_symbol.node.expr if isinstance(sequence_symbol, torch.SymInt) else sequence_symbol
     bounds = (sympy.Le(ROW, length - 1), sympy.Le(COL, length - 1))
     elements = Elements(is_linear, bounds)
+    found: list[_Part] = []
+    rank = max(len(shape(n)) for n, _ in parts)
+    node = parts[0][0]
     try:
-        with _disable_current_modes():  # constants are folded with real tensors, whoever traces around us
-            value = elements.at(node, _indices(node, length, row_dim, col_dim))
-        kind, predicate, bias = _predicate(node, value, true_attends)
-        conjuncts = _conjuncts(elements, predicate)
+        for node, reading in parts:
+            with _disable_current_modes():  # constants are folded with real tensors, whoever traces around us
+                value = elements.at(node, _indices(node, length, row_dim, col_dim, rank))
+            found.append(_predicate(node, value, reading))
+        conjuncts = _conjuncts(elements, And(*(p.predicate for p in found)))
     except MaskNotUnderstood as error:
         return MaskFacts(node, False, str(error))
+    node, bias = parts[0][0], tuple(leaf for p in found for leaf in p.bias)
+    kinds = [p.kind for p in found]
+    kind = "additive" if "additive" in kinds else kinds[0]
     predicate = And(*conjuncts)
     classified = tuple(_classify(c, bounds) for c in conjuncts)
     static = And(*(c.predicate for c in classified if c.kind != "data"))
@@ -186,35 +223,77 @@ def analyze(
         plain_without_data=not bias and _exactly(static, CAUSAL, bounds),
         window_without_data=window,
         band_without_data=band,
+        infinite=all(p.infinite for p in found),
+        finite=all(p.finite for p in found),
         linear={name: n for name, n in elements.linear.items() if name in used},
         bias=bias,
         bounds=bounds,
     )
 
 
-def _indices(node: fx.Node, length: sympy.Expr, row_dim: int, col_dim: int) -> tuple[sympy.Expr, ...]:
-    """Index symbols of the mask's dims; raises where its rows or columns are not the sequence."""
+def constant(node: fx.Node) -> float | None:
+    """The number that every element of a value is, if it is made of numbers alone.
+
+    Raises:
+        MaskNotUnderstood: an op of it has no rule.
+    """
+    with _disable_current_modes():
+        value = Elements(repeats_no_symbol).at(node, tuple(sympy.S.Zero for _ in shape(node)))
+    cases = to_cases(value)
+    found = number(cases[0][1]) if len(cases) == 1 else None
+    return None if found is None else float(found)
+
+
+def _indices(
+    node: fx.Node, length: sympy.Expr, row_dim: int, col_dim: int, rank: int
+) -> tuple[sympy.Expr, ...]:
+    """Index symbols of the mask's dims; raises where its rows or columns are not the sequence.
+
+    A value of fewer dims than `rank` is aligned from the right, as broadcasting does.
+    """
     sizes = shape(node)
     ndim = len(sizes)
+    if ndim == 1 and (row_dim, col_dim) == (-2, -1) and sizes[0] in (1, length):
+        return (COL,)
     if ndim < 2 or not (-ndim <= row_dim < ndim and -ndim <= col_dim < ndim):
         raise MaskNotUnderstood(node, "no row and column dim")
     roles = {row_dim % ndim: ROW, col_dim % ndim: COL}
     if len(roles) != 2 or any(sizes[d] not in (1, length) for d in roles):
         raise MaskNotUnderstood(node, f"rows and columns of {sizes} are not the sequence of {length}")
     names = iter((BATCH, HEAD, *(sympy.Symbol(f"d{d}", integer=True, nonnegative=True) for d in range(ndim))))
-    return tuple(roles[d] if d in roles else next(names) for d in range(ndim))
+    before = rank - ndim
+    named = {d: next(names) for d in range(rank) if d - before not in roles}
+    return tuple(roles[d] if d in roles else named[before + d] for d in range(ndim))
 
 
-def _predicate(node: fx.Node, value: Any, true_attends: bool) -> tuple[str, Boolean, tuple]:
-    """(kind, attended, what is added to attended scores)."""
+@dataclass(frozen=True)
+class _Part:
+    """Of one part of a mask: see `MaskFacts`."""
+
+    kind: str
+    predicate: Boolean
+    bias: tuple[sympy.Expr, ...] = ()
+    infinite: bool = False
+    finite: bool = False
+
+
+def _predicate(node: fx.Node, value: Any, reading: Reading) -> _Part:
+    """Which elements are attended, and what is added to the scores there."""
     dtype = tensor(node).dtype
+    if reading is Reading.FACTOR:
+        cases = to_cases(value)
+        finite = all(not isinstance(leaf, float) or math.isfinite(leaf) for _, leaf in cases)
+        known = not dtype.is_floating_point or all(isinstance(leaf, float) for _, leaf in cases)
+        return _Part("factor", to_boolean(cases), finite=finite and known)
     if dtype is torch.bool:
-        return "bool", value if true_attends else Not(value), ()
-    if not dtype.is_floating_point:
+        return _Part("bool", value if reading is Reading.ATTENDS else Not(value))
+    if reading is Reading.HIDES or not dtype.is_floating_point:
         raise MaskNotUnderstood(node, f"a mask of dtype {dtype}")
+    masked = [leaf for _, leaf in value if isinstance(leaf, float) and is_masked(leaf, dtype)]
     attended = [(c, leaf) for c, leaf in value if not (isinstance(leaf, float) and is_masked(leaf, dtype))]
-    bias = tuple(leaf for _, leaf in attended if leaf != 0)
-    return "additive", Or(*(c for c, _ in attended)), tuple(sympy.sympify(leaf) for leaf in bias)
+    bias = tuple(sympy.sympify(leaf) for _, leaf in attended if leaf != 0)
+    infinite = all(leaf == -math.inf for leaf in masked)
+    return _Part("additive", Or(*(c for c, _ in attended)), bias, infinite=infinite)
 
 
 def _conjuncts(elements: Elements, predicate: Boolean) -> list[Boolean]:

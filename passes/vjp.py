@@ -24,7 +24,7 @@ from .batch import Samples, batch, batch_size
 from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_names
-from .ir import Facts, Kind, PassError, Segment, compiled, expression, operands, tensors_of
+from .ir import Facts, Kind, Mask, PassError, Segment, compiled, expression, operands, tensors_of
 from .lower import Lowered, lower, restrict
 from .policy import attention_outputs
 from .tracing import trace
@@ -134,7 +134,7 @@ class SegmentPrograms:
             return "the batch size is a number"
         return batch(self.facts, self.segment, size, list(self.states))
 
-    def get(self, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Lowered:
+    def get(self, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Lowered:
         """The program of a kind for these sizes, traced if there is none yet.
 
         Args:
@@ -146,7 +146,7 @@ class SegmentPrograms:
             traced.lowered[kind] = self._lower(kind, source, traced)
         return traced.lowered[kind]
 
-    def traced(self, source: str, plain: frozenset[Node], extent: Extent, args: list[Any]) -> Traced:
+    def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Traced:
         """The trace for these sizes, made if there is none yet."""
         others = args[len(SIZES) + 1 :][: len(self.symbols)]
         special = tuple(v if v in SPECIAL else None for v in others)
@@ -240,7 +240,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 
 def _trace(
-    owner: SegmentPrograms, kind: str, plain: frozenset[Node], extent: Extent, args: list[Any]
+    owner: SegmentPrograms, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]
 ) -> Traced:
     facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
     mode = new_fake_mode()

@@ -14,7 +14,7 @@ from .passes.cost import ProgramCost, program_cost
 from .passes.extract import Subgraph
 from .passes.footprints import mask_facts
 from .passes.inputs import Extent
-from .passes.ir import Facts, Reach, Segment, shape_of, sum_dtype, tensors_of
+from .passes.ir import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
 from .passes.joint import WholeStep
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
@@ -111,7 +111,7 @@ class ProgramCosts:
             sympy.summation(self.value(each, sizes, last), (chunk, 0, last.total / last.rows - 1))
         )
 
-    def _plain_of(self, runner: SegmentRunner) -> frozenset[Node]:
+    def _plain_of(self, runner: SegmentRunner) -> frozenset[Mask]:
         """Masks of a segment, by the names of its programs, of which nothing but causality is left."""
         return frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
 
@@ -184,7 +184,7 @@ class ProgramCosts:
 
 
 def _cost_of(
-    runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Node], extent: Extent
+    runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Mask], extent: Extent
 ) -> ProgramCost:
     lowered = runner.programs.get(kind, plain, extent, _numbers(facts, runner, extent))
     return program_cost(lowered.module, _names(runner, lowered.sizes), throughout=lowered.product)
@@ -202,7 +202,7 @@ def _names(runner: SegmentRunner, sizes: Mapping[sympy.Symbol, str]) -> dict[sym
     return {symbol: known[name] for symbol, name in sizes.items() if name in known}
 
 
-def _unpadded(executor: Executor) -> frozenset[Node]:
+def _unpadded(executor: Executor) -> frozenset[Mask]:
     """Masks of which nothing but causality is left where no token is padding."""
     found = ((m, mask_facts(executor.facts, m)) for m in executor.masks)
     return frozenset(m for m, known in found if known.plain_without_data and not known.has_bias)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import COLUMN, Axis, Kind, Layout, Mixing, NotSeparable, Reach, Role, shape_of
+from ..ir import COLUMN, Axis, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, shape_of
 from . import RuleContext, arguments, forbid, merge_aligned, rule
 
 aten = torch.ops.aten
@@ -118,6 +118,7 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
     if isinstance(mask, Node) and ctx.facts.kind(mask) is Kind.STREAM:
         raise NotSeparable("the mask of an attention depends on parameters")
     reach = Reach.CAUSAL if call["is_causal"] else Reach.FULL
-    ctx.mixes(Mixing(node, columns=(key, value), mask=mask, reach=reach))
+    limit = Mask.of(mask) if isinstance(mask, Node) else None
+    ctx.mixes(Mixing(node, columns=(key, value), mask=limit, reach=reach))
     ctx.seen.add(mask)  # read by rows and columns, see `footprints`
     return expected

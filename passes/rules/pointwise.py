@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Axis, Kind, Layout, NotSeparable, shape_of
-from . import RuleContext, arguments, merge_aligned, rule
+from ..ir import ROW, Axis, Kind, Layout, NotSeparable, Role, shape_of
+from . import RuleContext, arguments, merge_aligned, merge_axis, rule
 
 aten = torch.ops.aten
 
@@ -15,12 +15,14 @@ def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
     """Layout of a broadcast of `inputs`. A value without a gradient takes the axes of its partners.
 
     NOTE [axes of values without gradient]: broadcasting demands equal sizes or 1, so a dim of a whole
-    or square value that meets a sequence axis is either 1 or that same axis. Nothing is guessed.
+    or square value that meets a sequence axis is either 1 or that same axis. Nothing is guessed: a whole
+    value has rows of its own only where no partner has an axis. So a mask of padding, with a row for each
+    token, has columns beside scores.
     """
     rank = ctx.rank(node)
     result: list[Axis | None] = [None] * rank
     unproved: list[Node] = []
-    known_any = False
+    whole: list[Node] = []
     for operand in inputs:
         ctx.seen.add(operand)
         kind = ctx.facts.kinds.get(operand)
@@ -29,14 +31,29 @@ def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
             if kind is Kind.STREAM:
                 raise NotSeparable(f"the sequence axis of operand {operand.name} is unknown")
             unproved.append(operand)
-            continue
-        known_any = True
-        merge_aligned(result, layout, shape_of(operand))
+        elif kind is Kind.WHOLE:
+            whole.append(operand)
+        else:
+            merge_aligned(result, layout, shape_of(operand))
+    if len(unproved) == len(inputs) > 0:
+        raise NotSeparable("no operand has a known sequence axis")
+    for operand in whole:
+        _take_rows(ctx, operand, result)
     for operand in unproved:
         _check_covered(ctx, operand, result, rank)
-    if not known_any and unproved:
-        raise NotSeparable("no operand has a known sequence axis")
     return tuple(result)
+
+
+def _take_rows(ctx: RuleContext, operand: Node, result: list[Axis | None]) -> None:
+    """Merge the axes of a whole value: a simple one gives way to that of its partners."""
+    layout, shape = ctx.facts.layouts[operand], shape_of(operand)
+    assert layout is not None
+    for offset in range(1, len(layout) + 1):
+        axis, known = layout[-offset], result[-offset]
+        if axis is None or shape[-offset] == 1:
+            continue
+        gives_way = known is not None and known.role is Role.COLUMN and axis == ROW and known.simple
+        result[-offset] = known if gives_way else merge_axis(known, axis)
 
 
 def _check_covered(ctx: RuleContext, operand: Node, result: list[Axis | None], rank: int) -> None:

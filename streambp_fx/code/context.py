@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, evaluate_size, expression, tensors_of
+from ..passes.ir import Facts, Kind, Mask, evaluate_size, expression, tensors_of
 from ..passes.mask_data import data_condition, first_column_condition
 from ..passes.printing import Printer
 from ..passes.tracing import trace
@@ -94,7 +94,7 @@ class Context:
             return self.printer.size(value)
         return repr(evaluate_size(node, self.sample))
 
-    def _test(self, mask: Node, word: str, condition: Callable[..., Any]) -> Test:
+    def _test(self, mask: Mask, word: str, condition: Callable[..., Any]) -> Test:
         known = mask_facts(self.facts, mask)
         nodes = list(dict.fromkeys(known.linear.values()))
         found: list[Any] = []
@@ -110,19 +110,20 @@ class Context:
             graph = trace(ask, *fakes).graph
         if isinstance(found[0], bool):
             return Test(found[0])
-        name = self.globals.new(f"{self.model.of(mask)}_{word}")
+        named = "_".join(self.model.of(n) for n in mask.nodes)
+        name = self.globals.new(f"{named}_{word}")
         answer = self._of_sizes_alone(nodes, lambda fetch: bool(condition(known, fetch)))
         arguments, text = self._function(f"test_{name}", nodes, graph, mask)
         return Test(answer, name, arguments, text, fixed=answer is not None)
 
     def _function(
-        self, name: str, nodes: list[Node], graph: Graph, mask: Node
+        self, name: str, nodes: list[Node], graph: Graph, mask: Mask
     ) -> tuple[list[Node | str], str]:
         scope = Scope(self.globals.taken)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         names = [scope.new(self.model.of(n)) for n in nodes]
         inputs = dict(zip(placeholders, names, strict=True))
-        body = BodyPrinter(graph, self.printer, self.model, scope, inputs, subject=mask).print()
+        body = BodyPrinter(graph, self.printer, self.model, scope, inputs, subject=mask.nodes[0]).print()
         sizes = [s for s in self.symbols.values() if body.reads(s)]
         return [*nodes, *sizes], function(name, [*names, *sizes], "Asked of the data once a step.", body)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from ..passes.inputs import SIZES, Extent
-from ..passes.ir import Reach
+from ..passes.ir import Mask, Reach
 from ..passes.printing import Printer, fold
 from ..passes.vjp import Guards
 from ..runtime.blocks import Step
@@ -78,7 +78,7 @@ class SegmentCode:
 
     # ---- which programs there are
 
-    def masks(self) -> list[Node]:
+    def masks(self) -> list[Mask]:
         return [m for m in dict.fromkeys(self.runner.masks) if m in self.context.plain]
 
     def reaches(self) -> list[bool]:
@@ -100,7 +100,7 @@ class SegmentCode:
         return kinds
 
     def _make(self, full: bool) -> None:
-        choices: list[frozenset[Node]] = [frozenset()]
+        choices: list[frozenset[Mask]] = [frozenset()]
         for mask in self.masks():
             answer = self.context.plain[mask].answer
             if answer:
@@ -115,7 +115,7 @@ class SegmentCode:
                     self._add(found, kind, extent, step)
             self._name(kind, full, found)
 
-    def step(self, plain: frozenset[Node], full: bool) -> Step:
+    def step(self, plain: frozenset[Mask], full: bool) -> Step:
         every = frozenset(self.masks() if full else ())
         chunks = self.context.rows, self.context.loss_rows
         sizes, tokens = self.context.values, self.context.tokens

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from ..passes.batch import Place
 from ..passes.inputs import Extent
+from ..passes.ir import Mask
 from .common import OwnedBuffers
 
 
@@ -87,8 +87,8 @@ class Step:
     chunk: int  # rows of a chunk where there is attention or the like
     loss_chunk: int  # rows of a chunk elsewhere
     training: bool = True
-    plain: frozenset[Node] = frozenset()
-    full: frozenset[Node] = frozenset()
+    plain: frozenset[Mask] = frozenset()
+    full: frozenset[Mask] = frozenset()
     needed: tuple[int, ...] | None = None
     batch: sympy.Symbol | None = None
     limits: list[int] | None = None

@@ -19,7 +19,7 @@ from ..options import Options
 from ..passes.batch import batch_size
 from ..passes.extract import Subgraph, is_random
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, Segment, evaluate_size, shape_of, tensors_of
+from ..passes.ir import Facts, Kind, Mask, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.objective import is_linear
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
@@ -405,12 +405,12 @@ def _lazy(facts: Facts, known: set[Node]) -> dict[int, Subgraph]:
     return parts
 
 
-def _whole_targets(facts: Facts, read: set[Node], mask_nodes: dict[Node, bool]) -> list[Node]:
+def _whole_targets(facts: Facts, read: set[Node], tested: dict[Mask, bool]) -> list[Node]:
     """Whole values that segments, the epilogue, lazy outputs or the masks' run-time tests read."""
     wanted = {n for s in facts.segments for n in s.whole}
     wanted |= {n for n in read if facts.kinds[n] is Kind.WHOLE}
-    wanted |= {n for m in mask_nodes for n in mask_facts(facts, m).linear.values()}
-    pending = list(mask_nodes)
+    wanted |= {n for m in tested for n in mask_facts(facts, m).linear.values()}
+    pending = [n for m in tested for n in m.nodes]
     while pending:
         node = pending.pop()
         for operand in node.all_input_nodes:

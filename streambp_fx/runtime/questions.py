@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..passes import masks
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Reach, tensors_of
+from ..passes.ir import Facts, Mask, Reach, tensors_of
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ class MaskQuestions:
         found: see `masks_to_test`.
     """
 
-    def __init__(self, facts: Facts, found: dict[Node, bool]) -> None:
+    def __init__(self, facts: Facts, found: dict[Mask, bool]) -> None:
         self.known = {mask: mask_facts(facts, mask) for mask in found}
         self.additive = [mask for mask, additive in found.items() if additive]
 
@@ -82,20 +82,20 @@ class MaskQuestions:
             if known.plain_without_data and not known.has_bias:
                 questions.ask((name, mask), masks.data_condition(known, fetch, rows))
 
-    def plain(self, questions: Questions) -> frozenset[Node]:
+    def plain(self, questions: Questions) -> frozenset[Mask]:
         """Masks that hide nothing but later rows."""
         return frozenset(m for m in self.known if questions.answer(("plain", m)) == [1])
 
-    def plain_where_it_counts(self, questions: Questions) -> frozenset[Node]:
+    def plain_where_it_counts(self, questions: Questions) -> frozenset[Mask]:
         """Masks that hide nothing but later rows, and padding behind the rows that count."""
         return frozenset(m for m in self.known if questions.answer(("plain where it counts", m)) == [1])
 
-    def full(self, questions: Questions) -> frozenset[Node]:
+    def full(self, questions: Questions) -> frozenset[Mask]:
         """Masks under which some row may attend to all columns, see NOTE [rows that see nothing]."""
         return frozenset(m for m in self.additive if questions.answer(("open", m)) == [0])
 
     @cached_property
-    def always_full(self) -> frozenset[Node]:
+    def always_full(self) -> frozenset[Mask]:
         """Those masks of `full` for which it takes no data to tell: they are in every step."""
         fake = {m: masks.first_column_condition(self.known[m], _fake_value) for m in self.additive}
         return frozenset(m for m, condition in fake.items() if condition is False)
@@ -105,18 +105,18 @@ def _fake_value(node: Node) -> Tensor:
     return tensors_of(node)[0]
 
 
-def masks_to_test(facts: Facts) -> dict[Node, bool]:
+def masks_to_test(facts: Facts) -> dict[Mask, bool]:
     """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
 
     NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly
     to the *whole* sequence, later rows included. Such a step is run with FULL reach.
     """
-    found: dict[Node, bool] = {}
+    found: dict[Mask, bool] = {}
     for segment in facts.segments:
         for mixing in segment.mixings:
             if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
                 continue
-            boolean = tensors_of(mixing.mask)[0].dtype == torch.bool
+            boolean = all(tensors_of(n)[0].dtype == torch.bool for n in mixing.mask.nodes)
             exact = boolean and mixing.node.target is aten.scaled_dot_product_attention.default
             found[mixing.mask] = found.get(mixing.mask, False) or not exact
     return found

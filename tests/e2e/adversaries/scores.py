@@ -66,22 +66,14 @@ table(
         "masked and divided": lambda m, x, s, h: (s.masked_fill(h, NEVER) / 3).softmax(-1),
         "zeros after the softmax": lambda m, x, s, h: s.masked_fill(h, NEVER).softmax(-1) * (~h).to(x.dtype),
         "filled after the softmax": lambda m, x, s, h: s.masked_fill(h, NEVER).softmax(-1).masked_fill(h, 0),
-        "tril after sigmoid": lambda m, x, s, h: s.sigmoid().tril(),
         "triu of ones": lambda m, x, s, h: s.masked_fill(
             torch.ones(x.shape[1], x.shape[1]).triu(1).bool(), NEVER
         ).softmax(-1),
         "linear attention": lambda m, x, s, h: s.masked_fill(h, 0.0),
-        "linear attention by tril": lambda m, x, s, h: s.tril() * 0.2,
         "sigmoid attention": lambda m, x, s, h: s.masked_fill(h, NEVER).sigmoid(),
         "relu attention": lambda m, x, s, h: s.masked_fill(h, NEVER).relu() / 5,
         "squared relu": lambda m, x, s, h: s.masked_fill(h, 0.0).relu().square(),
-        "softmax by hand": lambda m, x, s, h: _by_hand(s.masked_fill(h, NEVER)),
-        "softmax by hand, filled with 0": lambda m, x, s, h: _normalised(s.exp().masked_fill(h, 0.0)),
-        "softmax1": lambda m, x, s, h: _softmax1(s.masked_fill(h, NEVER)),
         "log_softmax and exp": lambda m, x, s, h: s.masked_fill(h, NEVER).log_softmax(-1).exp(),
-        "logsumexp": lambda m, x, s, h: (
-            s.masked_fill(h, NEVER) - s.masked_fill(h, NEVER).logsumexp(-1, keepdim=True)
-        ).exp(),
         "softcap before the mask": lambda m, x, s, h: (5 * (s / 5).tanh()).masked_fill(h, NEVER).softmax(-1),
         "ALiBi": lambda m, x, s, h: (s - distance(x) * 0.3 + causal(x)).softmax(-1),
         "ALiBi by heads": lambda m, x, s, h: (
@@ -93,13 +85,28 @@ table(
             h | (grid(x)[0] // 5 != grid(x)[1] // 5), NEVER
         ).softmax(-1),
         "dropout of nothing": lambda m, x, s, h: F.dropout(s.masked_fill(h, NEVER).softmax(-1), 0.0),
+        "a threshold": lambda m, x, s, h: (
+            s.masked_fill(h, NEVER).softmax(-1) * (s.masked_fill(h, NEVER).softmax(-1) > 0.05)
+        ),
+    },
+)
+
+# Right as well, and run whole: reductions over columns and `tril` of scores have no rule.
+table(
+    WHATEVER,
+    {
+        "tril after sigmoid": lambda m, x, s, h: s.sigmoid().tril(),
+        "linear attention by tril": lambda m, x, s, h: s.tril() * 0.2,
+        "softmax by hand": lambda m, x, s, h: _by_hand(s.masked_fill(h, NEVER)),
+        "softmax by hand, filled with 0": lambda m, x, s, h: _normalised(s.exp().masked_fill(h, 0.0)),
+        "softmax1": lambda m, x, s, h: _softmax1(s.masked_fill(h, NEVER)),
+        "logsumexp": lambda m, x, s, h: (
+            s.masked_fill(h, NEVER) - s.masked_fill(h, NEVER).logsumexp(-1, keepdim=True)
+        ).exp(),
         "max subtracted": lambda m, x, s, h: (
             s.masked_fill(h, NEVER) - s.masked_fill(h, NEVER).amax(-1, keepdim=True)
         ).softmax(-1),
         "a sink": lambda m, x, s, h: _with_sink(m, s.masked_fill(h, NEVER)),
-        "a threshold": lambda m, x, s, h: (
-            s.masked_fill(h, NEVER).softmax(-1) * (s.masked_fill(h, NEVER).softmax(-1) > 0.05)
-        ),
         "double normalisation by rows": lambda m, x, s, h: _normalised(
             s.masked_fill(h, NEVER).softmax(-1).square()
         ),
