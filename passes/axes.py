@@ -93,8 +93,8 @@ def _needs_grad(facts: Facts, node: Node) -> bool:
         return node in facts.differentiable
     if node.target is torch.ops.aten.detach.default:
         return False
-    floating = any(t.is_floating_point() for t in tensors_of(node))
-    return floating and any(n in facts.needs_grad for n in operands(node))
+    differentiable = any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
+    return differentiable and any(n in facts.needs_grad for n in operands(node))
 
 
 def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:

@@ -207,9 +207,10 @@ class StreamedForward:
             try:
                 return self._streamed(given)
             except CaptureError as error:
-                self._hooked = Hooks(self.model)
-                if not self._hooked:
+                hooked = Hooks(self.model)
+                if not hooked:
                     raise
+                self._hooked = hooked
                 self._why = str(error).split("\n")[1]
         why = f"the forward of {type(self.model).__name__} cannot be captured with hooks of {self._hooked}"
         return self._unstreamed(f"{why} ({self._why})", given)

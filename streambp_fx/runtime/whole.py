@@ -21,7 +21,7 @@ class WholeSegment(torch.autograd.Function):
     def forward(ctx: Any, module: GraphModule, random: bool, *inputs: Any) -> tuple[Tensor, ...]:
         WholeSegment.remember(ctx, module, random, inputs)
         outputs = tuple(module(*inputs))
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         return outputs
 
     @staticmethod
