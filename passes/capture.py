@@ -84,11 +84,12 @@ class SymbolTable:
 
     def found(self, meaning: Collection[sympy.Symbol]) -> list[sympy.Expr]:
         """What became of symbols of the incoming graph: symbols, or what tracing found them equal to."""
-        return [self._symbols[s].node.expr for s in meaning if s in self._symbols]
+        made = (self._symbols.get(s) for s in meaning)
+        return [size.node.expr for size in made if isinstance(size, torch.SymInt)]
 
     def values(self) -> dict[sympy.Symbol, int]:
         """The value of each symbol made so far."""
-        found = (size.node for size in self._symbols.values())
+        found = (size.node for size in self._symbols.values() if isinstance(size, torch.SymInt))
         return {n.expr: int(n.hint) for n in found if isinstance(n.expr, sympy.Symbol)}
 
     def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:

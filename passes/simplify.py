@@ -108,7 +108,9 @@ def simplify(graph: Graph) -> None:
 
 def _rewritten(program: Program, node: Node) -> Node | None:
     """What a rule put in the place of a node; None if there is no rule for it."""
-    if node._erased or node.target not in RULES or not node.users or not program.stays(node, node):
+    if node._erased or node.target not in RULES or not node.users or not tensors_of(node):
+        return None
+    if not program.stays(node, node):
         return None
     if program.is_double and dtype_of(node) != torch.float64:
         return None

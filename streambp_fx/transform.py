@@ -71,10 +71,11 @@ def transform(
         raise ValueError(f"verbose must be True or False, not {verbose!r}")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
-    if "input_ids" not in _signature(model, model.forward).parameters:
+    if not {"input_ids", *(parsed.seq_dim or {})} & set(_signature(model, model.forward).parameters):
         raise CaptureError(
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
-            "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...))."
+            "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...)), or name the "
+            'argument that carries the tokens, and its dim: seq_dim={"tokens": 1}.'
         )
     restore(model)
     for module in (model, *models_within(model)):

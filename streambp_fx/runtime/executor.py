@@ -349,13 +349,19 @@ def _last_reads(executor: Executor) -> dict[Node, int]:
 
 
 def _read_last_by_head(executor: Executor) -> frozenset[Node]:
-    """Streamed inputs of a loss head with one sweep that nobody else keeps or reads later."""
+    """Streamed inputs of a loss head with one sweep that nobody else keeps or reads later.
+
+    Only of segments that are run by chunks, which write into memory of their own: what another returns may
+    be a view of what it keeps.
+    """
     if executor.one_sweep is None or executor.facts.segments[-1].removed:
         return frozenset()
     head, earlier = executor.facts.segments[-1], executor.facts.segments[:-1]
     kept = {n for s in earlier for n in s.rows}
     last = (n for n in executor.runners[-1].diff_rows if executor.last_read.get(n) == head.index)
-    return frozenset(n for n in last if n not in kept)
+    own = [s for s, r in zip(earlier, executor.runners, strict=False) if isinstance(r, SegmentRunner)]
+    fresh = {n for s in own if not s.chained for n in s.outputs}
+    return frozenset(n for n in last if n not in kept and n in fresh)
 
 
 def _kept_in(store: Store | None) -> Any:

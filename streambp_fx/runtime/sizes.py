@@ -54,7 +54,7 @@ def _declared(placeholder: Node) -> Iterator[tuple[int | None, sympy.Expr]]:
     value = placeholder.meta["val"]
     if isinstance(value, torch.Tensor):
         yield from ((d, expression(size)) for d, size in enumerate(value.shape))
-    elif isinstance(value, torch.SymInt):
+    elif isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         yield None, expression(value)
 
 
