@@ -10,11 +10,11 @@ trace in the first call, and saves the compilation for the second length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.utils import tensor_always_has_static_shape
 from torch.fx import GraphModule, Node
 
@@ -44,7 +44,20 @@ def declare_dynamic(
     found.append(_one_off(module, tensors))
     for wanted in found:
         if _declare(wanted):
-            raise TensorifyScalarRestartAnalysis(restart_reason="streambp: the sequence length as a symbol")
+            trace_again("the sequence length as a symbol")
+
+
+def trace_again(why: str) -> NoReturn:
+    """Restart Dynamo's trace.
+
+    Dynamo keeps where in the code it may have to break the graph, and expects a second trace to come to the
+    same places. One with symbols for sizes does not: it has ops earlier. So that is forgotten.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: caught by Dynamo, which traces again.
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason=f"streambp: {why}")
 
 
 def _declare(wanted: list[tuple[torch.Tensor, set[int]]]) -> bool:
@@ -78,7 +91,7 @@ def specialize_floats(module: GraphModule) -> None:
         symbol = float_symbol(node)
         if symbol is not None and not all(_is_arithmetic(u) for item in node.users for u in item.users):
             TensorifyState.specialize(symbol)
-            raise TensorifyScalarRestartAnalysis(restart_reason="streambp: a float as a constant")
+            trace_again("a float as a constant")
 
 
 def _is_arithmetic(node: Node) -> bool:
