@@ -74,7 +74,9 @@ class Context:
         """T for the sequence length, B for the batch size where it is a symbol, else Dynamo's names."""
         names = {s: str(s) for s in _symbols(self.facts)}
         for position, dim, symbol, _ in self.executor.sizes_at:
-            if dim == 0 and "B" not in names.values() and self.model.kind(self._input(position)) == "input":
+            if dim != 0 or symbol is None or "B" in names.values():
+                continue
+            if self.model.kind(self._input(position)) == "input":
                 names[symbol] = "B"
         if self.facts.sequence is not None:
             names[self.facts.sequence] = "T"

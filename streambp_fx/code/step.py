@@ -183,9 +183,9 @@ class StepCode:
     def _sizes(self) -> None:
         seen: set[str] = set()
         for position, dim, symbol, more in self.executor.sizes_at:
-            node, name = self.executor.placeholders[position], self.context.symbols[symbol]
-            if dim is None or name in seen:
+            if dim is None or symbol is None or self.context.symbols[symbol] in seen:
                 continue
+            node, name = self.executor.placeholders[position], self.context.symbols[symbol]
             seen.add(name)
             rest = f" - {more}" if more > 0 else f" + {-more}" if more else ""
             self.lines.append(f"{name} = {self.names[node]}.shape[{dim}]{rest}")
