@@ -69,6 +69,18 @@ def cast_like(run: Evaluation, node: Node, role: Role) -> Tensor:
     return run.operand(node.args[0], role).to(tensors_of(node)[0].dtype)
 
 
+@emit(aten._conj.default)
+def conjugate(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Written out: a program writes into memory, which does not say that it is to be read as conjugated."""
+    return run.operand(node.args[0], role).conj_physical()
+
+
+@emit(aten.view_as_complex.default)
+def view_as_complex(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """A chunk of rows may lie in memory in a way that has no complex view: then it is copied."""
+    return torch.view_as_complex(run.operand(node.args[0], role).contiguous())
+
+
 @emit(aten.dropout.default)
 def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Dropout whose random numbers can be drawn again in the backward."""

@@ -14,8 +14,10 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
+from .functional import written_arguments
 from .ir import tensors_of
 from .late import late
 from .normalize import is_impure
@@ -135,11 +137,11 @@ def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]
     for node in reversed(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            changed = _storage(node.args[0])
-            from_outside = changed.op == "placeholder"
+            changed = {_storage(n) for n in _written(node)}
+            from_outside = any(n.op == "placeholder" for n in changed)
             if from_outside and node.target is unwanted:
                 continue
-            if from_outside or changed in read:
+            if from_outside or not changed.isdisjoint(read):
                 live.add(node)
         if node in live and node.op != "output" and node not in given:
             live.update(node.all_input_nodes)
@@ -147,18 +149,28 @@ def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]
     return live
 
 
+def _written(node: Node) -> list[Node]:
+    """What an op writes over, by its schema."""
+    written = pytree.tree_leaves(written_arguments(node.target, node.args, node.kwargs))
+    return [n for n in written if isinstance(n, Node)]
+
+
 def _storage(node: Node) -> Node:
     """The node that made the memory a value lies in, seen through views and changes in place."""
-    while node.op == "call_function" and _passes_on(node.target):
-        node = node.args[0]  # type: ignore[assignment]
+    while (source := _lies_in(node)) is not None:
+        node = source
     return node
 
 
-def _passes_on(target: Any) -> bool:
-    """True if the result of an op lies in the memory of its first operand (an element of a list: maybe)."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
-    return target.is_view or target._schema.is_mutable
+def _lies_in(node: Node) -> Node | None:
+    """The operand in whose memory a result lies (an element of a list: maybe); None for its own memory."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return node.args[0] if target is operator.getitem else None  # type: ignore[return-value]
+    if target._schema.is_mutable:
+        return next(iter(_written(node)), None)
+    first = node.args[0] if node.args else None
+    return first if target.is_view and isinstance(first, Node) else None
 
 
 def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:

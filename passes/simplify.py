@@ -95,6 +95,7 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
 
 def simplify(graph: Graph) -> None:
     """Rewrite a traced program in place, until no rule applies."""
+    _fold_conjugates(graph)
     program = Program(graph)
     pending = True
     while pending:
@@ -371,6 +372,17 @@ def _is_smaller(first: Node, second: Node) -> bool:
 def _is_returned(node: Node) -> bool:
     """True if the program returns a value or a view of it."""
     return any(n.op == "output" or (_is_view(n) and _is_returned(n)) for n in node.users)
+
+
+def _fold_conjugates(graph: Graph) -> None:
+    """The conjugate of a number is a number: the derivative of a product with `1j` is traced as an op on it."""
+    for node in graph.find_nodes(op="call_function", target=aten._conj.default):
+        if isinstance(node.args[0], (int, float, complex)):
+            put = lambda n, node=node: node.args[0].conjugate() if n is node else n  # noqa: E731
+            for user in list(node.users):
+                user.args = torch.fx.node.map_arg(user.args, put)
+                user.kwargs = torch.fx.node.map_arg(user.kwargs, put)
+            graph.erase_node(node)
 
 
 def _is_view(node: Node) -> bool:

@@ -117,4 +117,4 @@ def merge_aligned(result: list[Axis | None], layout: Layout, shape: Sequence[sym
             result[-offset] = merge_axis(result[-offset], axis)
 
 
-from . import contractions, indexing, pointwise, quantised, reductions, scatters, shapes  # noqa: E402,F401
+from . import complex_values, contractions, indexing, pointwise, quantised, reductions, scatters, shapes  # noqa: E402,F401

@@ -85,7 +85,9 @@ POINTWISE = [
     "addcmul.default", "addcdiv.default", "detach.default", "clone.default", "contiguous.default",
     "alias.default", "to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy.default",
     "type_as.default", "zeros_like.default", "ones_like.default", "full_like.default",
-    "lift_fresh_copy.default", "lift_fresh.default", "dropout.default",
+    "lift_fresh_copy.default", "lift_fresh.default", "dropout.default", "polar.default", "complex.default",
+    "_conj.default", "resolve_conj.default", "conj_physical.default", "real.default",
+    "imag.default", "angle.default",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
-DTYPES = (torch.float64, torch.int64, torch.bool)
+DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 # Entries of the database under other names than the op's; the slow test goes through all entries.
 ELSEWHERE = {
     "sum": ["sum"], "reciprocal": ["__rdiv__"], "clamp_min": ["nn.functional.normalize"],

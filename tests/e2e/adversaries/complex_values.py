@@ -82,7 +82,7 @@ def complex_linear(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + z.real * z.imag
 
 
-@CASES.block()
+@CASES.block(WHATEVER)
 def complex_cumsum(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """A linear recurrence in the complex plane, as in LRU and S4D."""
     z = paired(m.lin(x)) * turns(x, 6)
@@ -127,7 +127,7 @@ def real_view_of_a_changed_complex(m: Subject, x: Tensor, ids: Tensor) -> Tensor
     return x + h
 
 
-@CASES.block()
+@CASES.block(WHATEVER)
 def conj_of_a_view(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     z = paired(m.lin(x))
     other = z.conj()
