@@ -375,7 +375,7 @@ def _is_returned(node: Node) -> bool:
 
 
 def _fold_conjugates(graph: Graph) -> None:
-    """The conjugate of a number is a number: the derivative of a product with `1j` is traced as an op on it."""
+    """The conjugate of a number is a number; the derivative of a product with `1j` has one."""
     for node in graph.find_nodes(op="call_function", target=aten._conj.default):
         if isinstance(node.args[0], (int, float, complex)):
             put = lambda n, node=node: node.args[0].conjugate() if n is node else n  # noqa: E731
