@@ -8,6 +8,7 @@ states are alive instead.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from torch.fx import Node
 
@@ -18,13 +19,16 @@ from .segment import row_bytes
 def order(facts: Facts) -> Facts:
     """Move each widening op, and what it needs, to just before its first reader; `facts.nodes` follow."""
     graph = facts.module.graph
-    position = {n: float(k) for k, n in enumerate(graph.nodes)}
+    position = {n: Fraction(k) for k, n in enumerate(graph.nodes)}
     for node in reversed(facts.nodes):
         if node.op != "call_function" or not node.users or not _widens(facts, node):
             continue
         reader = min(node.users, key=position.__getitem__)
+        if reader.prev is node:
+            continue
+        # between its neighbours, and at the place of no other node, so that readers can be compared
+        position[node] = (position[reader.prev] + position[reader]) / 2
         reader.prepend(node)
-        position[node] = position[reader] - 0.5
     return facts
 
 

@@ -42,7 +42,11 @@ def guard_hooks() -> None:
 
 
 # Hooks of PyTorch on what autograd saves, which give back what they were given.
-HARMLESS = ("torch.utils.checkpoint._checkpoint_hook.", "torch.autograd.graph.save_on_cpu.")
+HARMLESS = (
+    "torch.utils.checkpoint._checkpoint_hook.",
+    "torch.utils.checkpoint._recomputation_hook.",
+    "torch.autograd.graph.save_on_cpu.",
+)
 MAY_CHANGE = "is a hook on saved tensors, which may change what autograd saves"
 
 
