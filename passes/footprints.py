@@ -2,7 +2,7 @@
 
 Most values are ROW: row i reads row i. Where an op reads columns, a mask limits them; here it is proved
 by how much: CAUSAL [0, i], WINDOW [i - w + 1, i] or FULL. What is known of scores is derived op by op, see
-`score_rules`.
+`scores`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from . import score_rules  # noqa: F401  (registers the transfer functions)
 from .ir import Facts, Kind, Mask, Mixing, Reach, Role
 from .masks import analyze_parts
-from .score_rules import Hidden, Score, Scores, is_elementwise, normalised_dim
+from .scores import Hidden, Score, Scores, is_elementwise, normalised_dim
 
 aten = torch.ops.aten
 

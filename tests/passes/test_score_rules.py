@@ -9,7 +9,7 @@ import torch
 from graphs import OneLayer, one_layer
 from streambp_fx.passes.footprints import mask_facts
 from streambp_fx.passes.ir import Facts, Reach, Reading, tensors_of
-from streambp_fx.passes.score_rules import TRANSFER, Hidden, Scores
+from streambp_fx.passes.scores import TRANSFER, Hidden, Scores
 from torch import Tensor
 from torch.fx import Interpreter, Node
 from torch.nn import functional as F
