@@ -15,9 +15,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
-from .functional import MutationError, NotPureError
+from .extract import is_random
+from .functional import MutationError, NotPureError, drops_nothing
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
-from .rules import Rule, RuleContext, rule_of
+from .rules import Rule, RuleContext, arguments, rule_of
 from .rules.asking import ask
 from .rules.pointwise import align, pointwise
 from .shown import refuse_weights
@@ -45,7 +46,21 @@ def axes(captured: CapturedGraph) -> Facts:
             raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
     refuse_weights(facts)
     _refuse_numbers(facts)
+    _refuse_random_weights(facts)
     return facts
+
+
+def _refuse_random_weights(facts: Facts) -> None:
+    """Raise if random numbers are drawn for a value made of parameters alone: each chunk makes it anew.
+
+    Raises:
+        NotPureError: they are.
+    """
+    for node in facts.nodes:
+        if facts.kinds.get(node) is Kind.CONSTANT and is_random(node):
+            call = arguments(node)
+            if node.target is not torch.ops.aten.dropout.default or not drops_nothing(**call):
+                raise NotPureError("random numbers are drawn for a value that is made of parameters", node)
 
 
 def _refuse_numbers(facts: Facts) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import STANDIN, assert_all_chunked, grads, in_double, step, transform
+from e2e_check import STANDIN, assert_all_chunked, assert_close_grads, grads, in_double, step, transform
 from e2e_models import CHUNK, HIDDEN, build, padded, plain, sample
 from torch.nn import functional as F
+
+import streambp_fx
 
 BATCH = plain(2, 67)
 
@@ -170,4 +172,37 @@ def test_dropout_is_streamed(case: str) -> None:
     out = streamed(**BATCH)
     out.loss.backward()
     assert out.logits is None
+    assert_all_chunked(streamed)
+
+
+@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
+@pytest.mark.parametrize("draw", [lambda w: F.dropout(w, 0.5), lambda w: w + torch.randn_like(w)])
+def test_random_weights_run_unstreamed(draw: Any) -> None:
+    """A weight is the same in all rows of a step; chunks would draw it anew."""
+
+    class Random(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return F.linear(input, draw(self.weight))
+
+    eager, model = build("llama"), build("llama")
+    for m in (eager, model):
+        m.model.layers[1].mlp = Random(HIDDEN, HIDDEN, dtype=torch.float64)
+        m.model.layers[1].mlp.load_state_dict(eager.model.layers[1].mlp.state_dict(), strict=False)
+    streamed = transform(model)
+    with pytest.warns(streambp_fx.StreamBPWarning, match="random numbers are drawn for a value"):
+        loss, got = seeded(streamed, 3)
+    want_loss, want = seeded(eager, 3)
+    assert loss.equal(want_loss)
+    assert_close_grads(got, want, 1e-6)
+
+
+def test_dropout_of_a_weight_in_evaluation_is_streamed() -> None:
+    class Evaluated(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return F.linear(input, F.dropout(self.weight, 0.5, training=False))
+
+    model = build("llama")
+    model.model.layers[1].mlp = Evaluated(HIDDEN, HIDDEN, dtype=torch.float64)
+    streamed = transform(model)
+    streamed(**BATCH).loss.backward()
     assert_all_chunked(streamed)
