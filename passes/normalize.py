@@ -102,7 +102,8 @@ def _grad_mode_regions(graph: Graph) -> None:
             inside.add(node)
     for node in inside:
         outside = [u for u in node.users if u not in inside]
-        if outside and node.meta["val"].is_floating_point():
+        value = node.meta["val"]
+        if outside and (value.is_floating_point() or value.is_complex()):
             detached = insert(graph, node.next, aten.detach.default, node)
             for user in outside:
                 user.replace_input_with(node, detached)

@@ -352,3 +352,18 @@ def test_logits_are_read_after_a_buffer_was_written() -> None:
         assert float(want) == pytest.approx(float(got), rel=1e-12)
         torch.testing.assert_close(lazy + 0, logits, rtol=1e-10, atol=1e-12)
     assert int(streamed.steps) == 2
+
+
+def test_complex_values_made_without_gradients() -> None:
+    """What leaves a region without gradients has none, complex values too."""
+
+    def middle(m: Model, x: Tensor) -> Tensor:
+        pairs = lambda t: torch.view_as_complex(t.unflatten(2, (WIDTH // 2, 2)).contiguous())  # noqa: E731
+        with torch.no_grad():
+            turned = pairs(m.first(x)) * 2
+        return x + torch.view_as_real(turned * pairs(m.second(x))).flatten(2)
+
+    streamed, warned = said(middle)
+    schedule = streambp_fx.schedule(streamed)
+    assert schedule is not None and all(s.chunked for s in schedule.segments), str(schedule)
+    assert not warned
