@@ -16,9 +16,9 @@ from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
 from .extract import is_random
-from .functional import MutationError, NotPureError, drops_nothing
+from .functional import MutationError, NotPureError
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
-from .rules import Rule, RuleContext, arguments, rule_of
+from .rules import Rule, RuleContext, rule_of
 from .rules.asking import ask
 from .rules.pointwise import align, pointwise
 from .shown import refuse_weights
@@ -58,9 +58,7 @@ def _refuse_random_weights(facts: Facts) -> None:
     """
     for node in facts.nodes:
         if facts.kinds.get(node) is Kind.CONSTANT and is_random(node):
-            call = arguments(node)
-            if node.target is not torch.ops.aten.dropout.default or not drops_nothing(**call):
-                raise NotPureError("random numbers are drawn for a value that is made of parameters", node)
+            raise NotPureError("random numbers are drawn for a value that is made of parameters", node)
 
 
 def _refuse_numbers(facts: Facts) -> None:

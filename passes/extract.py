@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .functional import drops_nothing
 from .ir import Facts, Kind, operands
+from .rules import arguments
 from .rules.contractions import sdpa_arguments
 
 # NOTE [weights with operations of their own]: a tensor subclass (a quantised weight) may override the
@@ -44,6 +46,8 @@ def is_random(node: Node) -> bool:
     """True for an op that draws random numbers: its tag says that it may, and its arguments that it does."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
+    if node.target is torch.ops.aten.dropout.default:
+        return not drops_nothing(**arguments(node))
     attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
     return not attention or sdpa_arguments(node)["dropout_p"] != 0
 

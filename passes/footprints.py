@@ -26,12 +26,12 @@ def footprints(facts: Facts) -> Facts:
     for node in facts.nodes:
         scores.visit(node)
     for mixing in facts.mixings.values():
-        if mixing.mask is None and not has_columns(facts, mixing.node):
+        if mixing.mask is None and not facts.has_columns(mixing.node):
             mixing.mask = _zeros_of_weights(scores, mixing)
         if mixing.mask is not None and mixing.reach is Reach.FULL:
             mixing.reach, mixing.window = reach_of(facts, mixing.mask)
     for mixing in facts.mixings.values():
-        if has_columns(facts, mixing.node):
+        if facts.has_columns(mixing.node):
             _follow_readers(facts, scores, mixing)
     return facts
 
@@ -52,17 +52,12 @@ def reach_of(facts: Facts, mask: Mask) -> tuple[Reach, Any]:
     return (Reach.WINDOW, known.window) if known.window is not None else (Reach.CAUSAL, None)
 
 
-def has_columns(facts: Facts, node: Node) -> bool:
-    """True for a value of rows and columns."""
-    return any(a is not None and a.role is Role.COLUMN for a in facts.layouts.get(node) or ())
-
-
 def _zeros_of_weights(scores: Scores, mixing: Mixing) -> Mask | None:
     """Where the weights of a product of weights and values are exactly zero.
 
     The columns of the values are contracted with those of the weights, which come before them.
     """
-    weights = [n for n in mixing.node.all_input_nodes if has_columns(scores.facts, n)]
+    weights = [n for n in mixing.node.all_input_nodes if scores.facts.has_columns(n)]
     if len(weights) != 1 or weights[0] in mixing.columns:
         return None
     known = scores.of(weights[0])
@@ -88,13 +83,13 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
                 continue
             seen.add(user)
             reader = facts.mixings.get(user)
-            if reader is not None and not has_columns(facts, user) and node not in reader.columns:
+            if reader is not None and not facts.has_columns(user) and node not in reader.columns:
                 readers.append(reader)
                 continue
             over = _masked_softmax(facts, scores, node, user)
             if over is not None:
                 crossed.add(over)
-            elif user.op == "output" or not has_columns(facts, user) or not is_elementwise(facts, user):
+            elif user.op == "output" or not facts.has_columns(user) or not is_elementwise(facts, user):
                 return _read_all(mixing)
             pending.append(user)
     if not readers:

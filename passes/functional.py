@@ -191,6 +191,14 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def written_operands(node: Node) -> list[Node]:
+    """The operands that an op writes over, by its schema."""
+    if not changes_something(node):
+        return []
+    written = pytree.tree_leaves(written_arguments(node.target, node.args, node.kwargs))
+    return [n for n in written if isinstance(n, Node)]
+
+
 def is_composite(func: Any) -> bool:
     """True for an op that PyTorch makes of others before autograd sees it; its schema may say less."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd

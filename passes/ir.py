@@ -202,6 +202,10 @@ class Facts:
         """True if a size of the value mentions the sequence length."""
         return self.degree(node) > 0
 
+    def has_columns(self, node: Node) -> bool:
+        """True if a dim of the value holds columns: scores of an attention, and its weights."""
+        return any(a is not None and a.role is Role.COLUMN for a in self.layouts.get(node) or ())
+
     def trains(self, segment: Segment) -> bool:
         """True if a gradient reaches what a segment makes; not so for a teacher or a reference model."""
         return any(n in self.needs_grad for n in segment.outputs)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 import sympy
-import torch
 from torch.fx import Graph, Node
 
 from .cost import Memory
 from .extract import is_random
-from .functional import changes_something, written_arguments
+from .functional import written_operands
 from .normalize import is_impure
 
 
@@ -99,7 +98,7 @@ class _Order:
 
 def _needs(memory: Memory) -> dict[Node, list[Node]]:
     """For each node, those that must come before it."""
-    written = {n: {k for w in _written(n) for k in memory.storage[w]} for n in memory.nodes}
+    written = {n: {k for w in written_operands(n) for k in memory.storage[w]} for n in memory.nodes}
     changed = set().union(*written.values())
     writer: dict[int, Node] = {}
     readers: dict[int, list[Node]] = defaultdict(list)
@@ -115,12 +114,3 @@ def _needs(memory: Memory) -> dict[Node, list[Node]]:
             else:
                 readers[key].append(node)
     return needs
-
-
-def _written(node: Node) -> list[Node]:
-    """The operands that an op writes over."""
-    if not changes_something(node):
-        return []
-    found: list[Node] = []
-    torch.fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), found.append)
-    return found

@@ -14,10 +14,9 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
-from .functional import written_arguments
+from .functional import changes_something, written_operands
 from .ir import tensors_of
 from .late import late
 from .normalize import is_impure
@@ -135,9 +134,8 @@ def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]
     """
     live, read = set(wanted), {_storage(n) for n in wanted}
     for node in reversed(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            changed = {_storage(n) for n in _written(node)}
+        if changes_something(node):
+            changed = {_storage(n) for n in written_operands(node)}
             from_outside = any(n.op == "placeholder" for n in changed)
             if from_outside and node.target is unwanted:
                 continue
@@ -147,12 +145,6 @@ def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]
             live.update(node.all_input_nodes)
             read.update(_storage(n) for n in node.all_input_nodes)
     return live
-
-
-def _written(node: Node) -> list[Node]:
-    """What an op writes over, by its schema."""
-    written = pytree.tree_leaves(written_arguments(node.target, node.args, node.kwargs))
-    return [n for n in written if isinstance(n, Node)]
 
 
 def _storage(node: Node) -> Node:
@@ -167,8 +159,8 @@ def _lies_in(node: Node) -> Node | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return node.args[0] if target is operator.getitem else None  # type: ignore[return-value]
-    if target._schema.is_mutable:
-        return next(iter(_written(node)), None)
+    if changes_something(node):
+        return next(iter(written_operands(node)), None)
     first = node.args[0] if node.args else None
     return first if target.is_view and isinstance(first, Node) else None
 

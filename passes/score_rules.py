@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from .extract import is_random
 from .ir import Reading, Role, tensors_of
 from .scores import ORDINARY, SOFTMAXES, Call, Hidden, Score, Scores, normalised_dim, transfer
 
@@ -21,8 +22,8 @@ MODERATE = 2.0**12
 @transfer(aten.dropout.default)
 def dropout(scores: Scores, node: Node, call: Call) -> Score | None:
     """Zeros stay zeros; a score that is dropped becomes zero, so what was masked out may be seen again."""
-    known, nothing = scores.of(call["input"]), call["p"] == 0 or not call["train"]
-    keeps = known is not None and (nothing or known.hidden in (Hidden.ZERO, Hidden.UNKNOWN))
+    known = scores.of(call["input"])
+    keeps = known is not None and (not is_random(node) or known.hidden in (Hidden.ZERO, Hidden.UNKNOWN))
     return known if keeps else None
 
 
@@ -84,7 +85,9 @@ def _with(scores: Scores, known: Score, other: Any, factor: float) -> Score | No
         return None if second is None else _added(scores, known, second)
     if scores.is_data(other):
         return _with_data(scores, known, other, factor)
-    if scores.has_columns(other):  # streamed, and nothing is known of it: it may be as large as one likes
+    if scores.facts.has_columns(
+        other
+    ):  # streamed, and nothing is known of it: it may be as large as one likes
         return replace(known, finite=False, ordinary=False) if known.hidden is Hidden.INFINITE else None
     return _shifted(known, 1.0) if abs(factor) <= MODERATE else None  # it has a number a row, or a head
 
@@ -178,7 +181,7 @@ def mul(scores: Scores, node: Node, call: Call) -> Score | None:
         return _multiplied(known, other)
     if scores.is_data(right):
         return _with_factor(scores, known, right)
-    return None if scores.has_columns(right) else _times_unknown(known)
+    return None if scores.facts.has_columns(right) else _times_unknown(known)
 
 
 @transfer(aten.div.Scalar, aten.div.Tensor)
@@ -188,7 +191,7 @@ def div(scores: Scores, node: Node, call: Call) -> Score | None:
     if known is None or number is not None:
         return _scaled(scores, known, 1 / number) if number else None
     other = call["other"]
-    if scores.of(other) is not None or scores.has_columns(other) or _differs_by_column(scores, other):
+    if scores.of(other) is not None or scores.facts.has_columns(other) or _differs_by_column(scores, other):
         return None
     return _times_unknown(known)
 

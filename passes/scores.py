@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .ir import Facts, Kind, Mask, Reading, Role, shape_of, tensors_of
+from .ir import Facts, Kind, Mask, Reading, shape_of, tensors_of
 from .masks import MaskFacts, MaskNotUnderstood, constant
 from .rules import arguments, normalize_dim, rule_of
 from .rules.pointwise import pointwise
@@ -105,7 +105,7 @@ class Scores:
 
     def visit(self, node: Node) -> None:
         """Derive what is known of a value from its operands."""
-        if self.facts.kinds.get(node) is not Kind.STREAM or not self.has_columns(node):
+        if self.facts.kinds.get(node) is not Kind.STREAM or not self.facts.has_columns(node):
             return
         function = TRANSFER.get(node.target)
         if function is None and is_view(node):
@@ -113,10 +113,6 @@ class Scores:
         found = function(self, node, arguments(node)) if function is not None else None
         if found is not None:
             self._of[node] = found
-
-    def has_columns(self, node: Node) -> bool:
-        """True for a value, with a gradient or without, that has a column axis."""
-        return any(a is not None and a.role is Role.COLUMN for a in self.facts.layouts.get(node) or ())
 
     def is_data(self, node: Any) -> bool:
         """True for a value without a gradient that may differ from column to column."""

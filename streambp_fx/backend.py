@@ -246,8 +246,7 @@ class CompiledGraph:
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
-            with without_saved_tensors_hooks():
-                facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
+            facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""

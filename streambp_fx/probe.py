@@ -89,7 +89,7 @@ class IndependenceProbe:
         self.sizes = read_sizes(size_places(facts), inputs)
         self.values: dict[Node, Any] = {}
         self.segment_of = {n: s for s in facts.segments for n in s.nodes}
-        self.regions = {n: _region(facts, n) for n, m in facts.mixings.items() if not has_column(facts, n)}
+        self.regions = {n: _region(facts, n) for n, m in facts.mixings.items() if not facts.has_columns(n)}
         self.masks = masks_to_test(facts)
         self.probes: list[Probe] = []
         self.not_claimed: list[NotClaimed] = []
@@ -183,7 +183,7 @@ class IndependenceProbe:
         reach, window = Reach.ROW, None
         if mixing is not None:
             reach, window = self._for_this_batch(mixing)
-            if has_column(self.facts, node):
+            if self.facts.has_columns(node):
                 found += self._try_columns(node)
             elif reach is not Reach.FULL:
                 found += self._try_mixing(node, window)
@@ -416,18 +416,13 @@ def _rows_in_turn(facts: Facts, rows: tuple[int, ...]) -> dict[int | None, tuple
     return found
 
 
-def has_column(facts: Facts, node: Node) -> bool:
-    """True if a dim of the value holds columns: scores of an attention, and its weights."""
-    return any(a is not None and a.role is Role.COLUMN for a in facts.layouts.get(node) or ())
-
-
 def _region(facts: Facts, node: Node) -> list[Node]:
     """The (row, column) values that a product with values is made of, in graph order."""
     found: set[Node] = set()
     pending = [node]
     while pending:
         sources = [n for n in pending.pop().all_input_nodes if n not in found]
-        inner = [n for n in sources if facts.kinds[n] is Kind.STREAM and has_column(facts, n)]
+        inner = [n for n in sources if facts.kinds[n] is Kind.STREAM and facts.has_columns(n)]
         found.update(inner)
         pending.extend(inner)
     return [n for n in facts.nodes if n in found]

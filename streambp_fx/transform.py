@@ -174,6 +174,7 @@ class StreamedForward:
         self._lower: Lower = _stream
         self._begun = False
         self._hooked: Hooks | None = None  # with these it could not be captured
+        self._why = ""  # it could not
         self._dims: dict[str, int] = {}
         self._take_over = TakeOver()
         self._modes: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -181,32 +182,34 @@ def forward_hook_that_keeps_with_the_graph(m: Any, call: Any, record: Record) ->
         record.state(m)
 
 
+def before_with_and_after(m: Any, call: Any, record: Record, register: Callable[[], Any]) -> None:
+    """A step without a hook, one with it, and one when it has gone."""
+    record.step(m, call, tokens(2, 33))
+    handle = register()
+    try:
+        record.step(m, call, tokens(2, 33))
+    finally:
+        handle.remove()
+    record.step(m, call, tokens(2, 33))
+
+
 @scenario
 def hook_on_the_model(m: Any, call: Any, record: Record) -> None:
-    record.step(m, call, tokens(2, 33))
-    handle = m.register_forward_hook(lambda mod, a, out: out * 2)
-    record.step(m, call, tokens(2, 33))
-    handle.remove()
-    record.step(m, call, tokens(2, 33))
+    twice = lambda mod, a, out: out * 2  # noqa: E731
+    before_with_and_after(m, call, record, lambda: m.register_forward_hook(twice))
 
 
 @scenario
 def pre_hook_on_the_model(m: Any, call: Any, record: Record) -> None:
-    record.step(m, call, tokens(2, 33))
-    handle = m.register_forward_pre_hook(lambda mod, a: (a[0].flip(1),))
-    record.step(m, call, tokens(2, 33))
-    handle.remove()
-    record.step(m, call, tokens(2, 33))
+    flipped = lambda mod, a: (a[0].flip(1),)  # noqa: E731
+    before_with_and_after(m, call, record, lambda: m.register_forward_pre_hook(flipped))
 
 
 @scenario
 def backward_hook_on_the_model(m: Any, call: Any, record: Record) -> None:
-    record.step(m, call, tokens(2, 33))
     seen: list[Any] = []
-    handle = m.register_full_backward_hook(lambda mod, i, o: seen.append(o[0].clone()))
-    record.step(m, call, tokens(2, 33))
-    handle.remove()
-    record.step(m, call, tokens(2, 33))
+    look = lambda mod, i, o: seen.append(o[0].clone())  # noqa: E731
+    before_with_and_after(m, call, record, lambda: m.register_full_backward_hook(look))
     record("seen", seen)
 
 
@@ -251,14 +254,9 @@ def optimizer_in_the_backward(m: Any, call: Any, record: Record) -> None:
 
 @scenario
 def global_forward_hook(m: Any, call: Any, record: Record) -> None:
-    record.step(m, call, tokens(2, 33))
     hook = lambda mod, a, out: out * 1.1 if isinstance(mod, nn.Linear) else None  # noqa: E731
-    handle = torch.nn.modules.module.register_module_forward_hook(hook)
-    try:
-        record.step(m, call, tokens(2, 33))
-    finally:
-        handle.remove()
-    record.step(m, call, tokens(2, 33))
+    register = torch.nn.modules.module.register_module_forward_hook
+    before_with_and_after(m, call, record, lambda: register(hook))
 
 
 @scenario
