@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -17,6 +16,7 @@ from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
 from .extract import is_random
 from .functional import MutationError, NotPureError
+from .gradients import GradientEdges, reached
 from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from .rules import Rule, RuleContext, rule_of
 from .rules.asking import ask
@@ -31,13 +31,15 @@ def axes(captured: CapturedGraph) -> Facts:
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     facts.written, facts.laid_out = captured.written, captured.laid_out
-    context = RuleContext(facts)
+    context, gradients = RuleContext(facts), GradientEdges()
     for node in facts.nodes:
         if node.op == "output":
             continue
         facts.kinds[node] = _kind(facts, node)
-        if _needs_grad(facts, node):
+        sources = gradients.of(node, facts.needs_grad)
+        if sources or (node.op == "placeholder" and node in facts.differentiable):
             facts.needs_grad.add(node)
+            facts.sources[node] = sources
         if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
             facts.layouts[node] = _layout(facts, context, node)
     facts.needs_grad = _reached_by_gradients(facts)
@@ -78,11 +80,8 @@ def _refuse_numbers(facts: Facts) -> None:
 
 def _reached_by_gradients(facts: Facts) -> set[Node]:
     """Of the differentiable nodes those that a gradient of an output comes to."""
-    reached: set[Node] = set()
-    for node in reversed(facts.nodes):
-        if node.op == "output" or (node in reached and node.target is not torch.ops.aten.detach.default):
-            reached.update(n for n in node.all_input_nodes if n in facts.needs_grad)
-    return reached
+    outputs = facts.module.graph.output_node().all_input_nodes
+    return reached(facts, [n for n in outputs if n in facts.needs_grad])
 
 
 def _kind(facts: Facts, node: Node) -> Kind:
@@ -99,15 +98,6 @@ def _kind(facts: Facts, node: Node) -> Kind:
     if Kind.CONSTANT in kinds:
         return Kind.STREAM if degree else Kind.CONSTANT
     return Kind.SQUARE if degree > 1 or Kind.SQUARE in kinds else Kind.WHOLE
-
-
-def _needs_grad(facts: Facts, node: Node) -> bool:
-    if node.op == "placeholder":
-        return node in facts.differentiable
-    if node.target is torch.ops.aten.detach.default:
-        return False
-    differentiable = any(t.is_floating_point() or t.is_complex() for t in tensors_of(node))
-    return differentiable and any(n in facts.needs_grad for n in operands(node))
 
 
 def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:

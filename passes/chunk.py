@@ -313,8 +313,9 @@ class Evaluation:
         for dim, (axis, size) in enumerate(zip(axes, shape_of(node), strict=True)):
             if axis is not None and size != 1:
                 wanted = Role.COLUMN if role is Role.COLUMN or axis.role is Role.COLUMN else Role.ROW
-                interval, total = self.ranges.interval(wanted), self.ranges.total
-                value = narrow(value, dim, axis, *interval, total, self.resolve)
+                fixed = not size.free_symbols  # a length that was made a constant
+                total = -1 if fixed else self.ranges.total
+                value = narrow(value, dim, axis, *self.ranges.interval(wanted), total, self.resolve)
         return value
 
     def block(self, node: Node, axes: tuple[Axis | None, ...]) -> Tensor:
@@ -389,7 +390,10 @@ def narrow(
     total: Size,
     resolve: Callable[[sympy.Expr], Size],
 ) -> Tensor:
-    """Positions [start, start + length) of a dim that carries the sequence, merged dims included."""
+    """Positions [start, start + length) of a dim that carries the sequence, merged dims included.
+
+    `total` is how many positions the dim has, or -1 for as many as there is room for.
+    """
     if axis.simple:
         return value.narrow(dim, start, length)
     split = value.unflatten(dim, (resolve(axis.outer), total, resolve(axis.inner)))

@@ -111,6 +111,8 @@ class Retrace(Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
             return Retrace(args[0], meta_as=self.meta_as, memory=self.memory).run(*args[1:])
+        if target is torch._C._autograd._get_data_attr:  # `x.data`: as a tensor without a gradient
+            return args[0].detach()
         if target in DROPOUTS and drops_nothing(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if target is not torch._functorch.autograd_function.autograd_function_apply:

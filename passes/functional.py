@@ -96,7 +96,8 @@ class Memory:
                 continue
             self.changed = True
             recorded = torch.is_grad_enabled() and value.requires_grad
-            if not recorded and any(t.requires_grad for t in self._sharing(value)):
+            sharing = [t for t in self._sharing(value) if not (recorded and _base(t) is _base(value))]
+            if any(t.requires_grad for t in sharing):
                 raise MutationError(
                     "a value that has a gradient is changed in place where autograd does not see it "
                     "(under no_grad, or through detach)",
@@ -118,6 +119,11 @@ class Memory:
             value = seen.tensor()
             if isinstance(value, FunctionalTensor):
                 torch._sync(value)
+
+
+def _base(value: Tensor) -> Tensor:
+    """What autograd takes a tensor to be a view of; the tensor itself if it is none."""
+    return value._base if value._is_view() and value._base is not None else value
 
 
 def _storage(value: Tensor) -> int:

@@ -175,6 +175,7 @@ class Facts:
     masks: dict[Mask, Any] = field(default_factory=dict)
     reach: dict[Node, Reach] = field(default_factory=dict)
     needs_grad: set[Node] = field(default_factory=set)
+    sources: dict[Node, list[Node]] = field(default_factory=dict)  # operands to which a gradient comes
     segments: list[Segment] = field(default_factory=list)
     epilogue: list[Node] = field(default_factory=list)
     lazy: dict[int, Node] = field(default_factory=dict)

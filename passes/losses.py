@@ -1,17 +1,25 @@
-"""Losses in normal form: one value a row or an element first, then the reduction as an op of its own."""
+"""Losses in normal form: one value a row or an element first, then the reduction as an op of its own.
+
+And what losses by hand are made of: the choice of one class a row, operands that are broadcast.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
+from .ir import shape_of
 from .normalize import insert, rewrite
 from .rules.pointwise import ELEMENTWISE_LOSSES
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
+# Stands for the classes that a loss ignores where the only other class is 0.
+IGNORED = -100
 
 
 @rewrite(*ELEMENTWISE_LOSSES)
@@ -54,9 +62,60 @@ def loss_by_rows(graph: Graph, node: Node) -> Node | None:
         target = insert(graph, node, aten.reshape.default, target, [-1])
     ignored = insert(graph, node, aten.eq.Scalar, target, call["ignore_index"])
     zeros = insert(graph, node, aten.zeros_like.default, target)
-    target = insert(graph, node, aten.masked_fill.Scalar, zeros, ignored, call["ignore_index"])
+    target = insert(graph, node, aten.masked_fill.Scalar, zeros, ignored, IGNORED)
     classes = insert(graph, node, aten.neg.default, rows)
     classes = insert(graph, node, aten.unsqueeze.default, classes, 1)
-    return insert(
-        graph, node, aten.nll_loss_nd.default, classes, target, None, call["reduction"], call["ignore_index"]
-    )
+    return insert(graph, node, aten.nll_loss_nd.default, classes, target, None, call["reduction"], IGNORED)
+
+
+@rewrite(aten.broadcast_tensors.default)
+def broadcast_one_by_one(graph: Graph, node: Node) -> None:
+    """Tensors that are broadcast together, each as the `expand` that it is."""
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            continue
+        source = node.args[0][user.args[1]]
+        if shape_of(source) != shape_of(user):
+            others = [n for n in node.args[0] if shape_of(n) == shape_of(user)]
+            if not others:
+                continue
+            source = insert(graph, user, aten.expand_as.default, source, others[0])
+        user.replace_all_uses_with(source)
+        graph.erase_node(user)
+
+
+@rewrite(aten.index.Tensor)
+def chosen_by_index(graph: Graph, node: Node) -> Node | None:
+    """`x[arange(n), t]` -> one entry of each row: `gather`. Negative indices count from the end."""
+    source, indices = node.args
+    sizes = shape_of(source)
+    if len(indices) != len(sizes) or len(sizes) < 2 or not all(isinstance(i, Node) for i in indices):
+        return None
+    *rows, chosen = indices
+    whole_numbers = chosen.meta["val"].dtype in (torch.int32, torch.int64)
+    if not whole_numbers or shape_of(node) != sizes[:-1] or shape_of(chosen) != sizes[:-1]:
+        return None
+    if not all(_counts(n, sizes[k], len(rows) - k) for k, n in enumerate(rows)):
+        return None
+    behind = insert(graph, node, aten.add.Scalar, chosen, int(sizes[-1])) if sizes[-1].is_Integer else None
+    if behind is None:
+        return None
+    negative = insert(graph, node, aten.lt.Scalar, chosen, 0)
+    places = insert(graph, node, aten.where.self, negative, behind, chosen)
+    places = insert(graph, node, aten.to.dtype, places, torch.int64)
+    places = insert(graph, node, aten.unsqueeze.default, places, -1)
+    found = insert(graph, node, aten.gather.default, source, len(sizes) - 1, places)
+    return insert(graph, node, aten.squeeze.dim, found, -1)
+
+
+def _counts(node: Node, size: sympy.Expr, from_right: int) -> bool:
+    """True if a value is 0, 1, 2, ... along the dim that is this far from the right, and has no other."""
+    shape = shape_of(node)
+    if len(shape) < from_right or any(
+        s != (size if d == len(shape) - from_right else 1) for d, s in enumerate(shape)
+    ):
+        return False
+    while node.target in (aten.unsqueeze.default, aten.view.default, aten.reshape.default):
+        node = node.args[0]
+    start = node.args[0] if node.target is aten.arange.start else 0
+    return node.target in (aten.arange.default, aten.arange.start) and start == 0

@@ -84,6 +84,7 @@ def lower(
         rematerialize(graph, typical(sizes or {}, window))
         lifetimes = reuse(graph)
         product = widest_product(graph, lifetimes) if swept else None
+        _copy_what_is_no_view(graph)
     for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
         node._rename(name)
         node.target = node.name
@@ -93,6 +94,18 @@ def lower(
         return Lowered(_compiled_by_inductor(module, fakes), module, sizes or {})
     run = module if product is None else into_workspace(module, product)
     return Lowered(run.forward, module, sizes or {}, product)
+
+
+def _copy_what_is_no_view(graph: Graph) -> None:
+    """Views of what the program computes may copy.
+
+    NOTE [strides of fake tensors]: where a value lies in memory is known of inputs. Of what ops make, fake
+    tensors say it, and are wrong for some (the backward of a softmax over a dim that is not the last): the
+    view that the trace has recorded is then impossible. Nobody reads such a value by another name later.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if _storage(node).op != "placeholder":
+            node.target = aten.reshape.default
 
 
 def restrict(

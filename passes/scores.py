@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .ir import Facts, Kind, Mask, Reading, shape_of, tensors_of
+from .ir import COLUMN, ROW, Facts, Kind, Mask, Reading, shape_of, tensors_of
 from .masks import MaskFacts, MaskNotUnderstood, constant
 from .rules import arguments, normalize_dim, rule_of
 from .rules.pointwise import pointwise
@@ -111,8 +111,22 @@ class Scores:
         if function is None and is_view(node):
             function = same_elements
         found = function(self, node, arguments(node)) if function is not None else None
-        if found is not None:
+        if found is not None and (self._is_upright(node) or self._is_known(node, found)):
             self._of[node] = found
+
+    def _is_upright(self, node: Node) -> bool:
+        """True if the last two dims of a value are rows and columns, as those of a mask are taken to be."""
+        layout = self.facts.layouts.get(node) or ()
+        return layout[-2:] == (ROW, COLUMN)
+
+    def _is_known(self, node: Node, found: Score) -> bool:
+        """True if nothing hides elements of a value that did not hide those of its operands.
+
+        What hides them moves with rows and columns when a value is transposed; a mask that is met there
+        would be read the wrong way.
+        """
+        before = {p for n in node.all_input_nodes if (known := self.of(n)) is not None for p in known.parts}
+        return before.issuperset(found.parts)
 
     def is_data(self, node: Any) -> bool:
         """True for a value without a gradient that may differ from column to column."""

@@ -19,6 +19,8 @@ def embedding(ctx: RuleContext, node: Node) -> Layout:
         raise NotSeparable("the table of a lookup carries the sequence")
     if call["scale_grad_by_freq"] and node in ctx.facts.needs_grad:
         raise NotSeparable("a lookup whose gradient counts how often the sequence has an id")
+    if call["sparse"] and node in ctx.facts.needs_grad:
+        raise NotSeparable("a lookup whose gradient is sparse")
     return (*ctx.layout(call["indices"]), None)
 
 

@@ -1,4 +1,4 @@
-"""What functionalization makes of changes in place: a value with a part of it replaced."""
+"""A value with a part of it replaced: what functionalization makes of changes in place, and scatters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..ir import Layout, NotSeparable
-from . import RuleContext, forbid, normalize_dim, rule
+from . import RuleContext, arguments, forbid, normalize_dim, rule
 from .pointwise import align
 
 aten = torch.ops.aten
@@ -30,6 +30,18 @@ def select_scatter(ctx: RuleContext, node: Node) -> Layout:
     at = normalize_dim(dim, len(layout))
     forbid(layout, [at], "a replacement along")
     return replaced(layout, (*given[:at], None, *given[at:]))
+
+
+@rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
+def scatter(ctx: RuleContext, node: Node) -> Layout:
+    """Entries of each row are replaced or added to, at places that have the same rows."""
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a scatter along")
+    for operand in (call["index"], call.get("src")):
+        if isinstance(operand, Node) and ctx.layout(operand) != layout:
+            raise NotSeparable("a scatter of something that does not carry the sequence where its base does")
+    return layout
 
 
 def replaced(base: Layout, part: Layout) -> Layout:

@@ -74,6 +74,9 @@ class StreamedSegment(torch.autograd.Function):
             step.owned.add(gradient)
         found = dict(zip(runner.diff_rows, rows, strict=True))
         found.update(zip(runner.diff_constants, runner.finished(values.accumulators, ctx), strict=True))
+        if any(g is None for g in given):
+            reached = runner.reached_from(n for n, g in by_node.items() if g is not None)
+            found = {n: g for n, g in found.items() if n in reached}
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None, None, None, None, *(found.get(n) for n in inputs))
 

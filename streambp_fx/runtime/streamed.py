@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from ..passes.batch import Samples
 from ..passes.chunk import narrow
+from ..passes.gradients import reached
 from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
@@ -52,6 +53,11 @@ class SegmentRunner:
         self.diff_constants = [
             segment.constants[self.model.constants.index(n)] for n in programs.diff_constants
         ]
+
+    def reached_from(self, outputs: Iterable[Node]) -> set[Node]:
+        """Inputs of the segment that a gradient of these outputs comes to; eager leaves others None."""
+        ends = {*self.segment.rows, *self.segment.constants}
+        return reached(self.facts, [n for n in outputs if n in self.facts.needs_grad], ends) & ends
 
     # ---- sizes
 

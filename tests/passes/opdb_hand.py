@@ -400,3 +400,16 @@ def fills() -> Iterator[Sample]:
     yield aten.fill.Scalar, (x, 2.0), {}
     yield aten.fill.Tensor, (x, torch.tensor(2.0, dtype=torch.float64)), {}
     yield aten.zero.default, (x,), {}
+
+
+@by_hand
+def scatters() -> Iterator[Sample]:
+    x = floats(3, L, 4)
+    for width in (1, 4):
+        places = torch.randint(0, 4, (3, L, width))
+        yield aten.scatter.src, (x, -1, places, floats(3, L, width)), {}
+        yield aten.scatter.value, (x, -1, places, 1.5), {}
+        yield aten.scatter_add.default, (x, 2, places, floats(3, L, width)), {}
+        yield aten.scatter_reduce.two, (x, -1, places, floats(3, L, width), "amax"), {}
+    yield aten.scatter.value, (x, 1, torch.randint(0, L, (3, L, 4)), 1.5), {}
+    yield aten.scatter.src, (x, 0, torch.randint(0, 3, (2, L, 4)), floats(3, L, 4)), {}

@@ -361,6 +361,14 @@ def test_causal_in_other_words(name):
     assert check(by_positions(CAUSAL[name])).causal
 
 
+@pytest.mark.parametrize("name", [*TRAPS, *CAUSAL])
+def test_facts_hold_at_every_length(name):
+    node, length = trace(by_positions({**TRAPS, **CAUSAL}[name]), pad((0, T), (0, T), length=T))
+    facts = masks.analyze(node, length)
+    for n in range(2, 41):
+        check_facts(facts, values_for(node, pad((n // 4, n), (0, n), length=n)))
+
+
 def test_masked_fill_mask_is_the_inverse():
     facts = check(by_positions(lambda i, j, mask: (j > i) | ~keys(mask)), true_attends=False)
     assert facts.causal and facts.plain_without_data
