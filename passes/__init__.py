@@ -41,7 +41,7 @@ from .autocast import autocast
 from .axes import axes
 from .capture import CapturedGraph, capture
 from .footprints import footprints
-from .ir import Facts, PassError
+from .ir import Facts, PassError, tensors_of
 from .log import report
 from .normalize import normalize
 from .order import order
@@ -75,12 +75,24 @@ def analyze(
     captured = _run("autocast", autocast, captured)
     captured = _run("normalize", normalize, captured)
     facts: Facts = _run("axes", axes, captured)
+    _check_sequence(facts)
     facts.placeless = any(isinstance(v, torch.Tensor) and v.is_meta for v in example_inputs)
     facts = _run("footprints", footprints, facts)
     facts = _run("order", order, facts)
     facts = _run("outputs", outputs, facts, logits)
     facts = _run("segment", segment, facts)
     return _run("share", share, facts)
+
+
+def _check_sequence(facts: Facts) -> None:
+    """Nothing that is asked of fake tensors may make a constant of the sequence length.
+
+    Raises:
+        PassError: it did, and the other passes would take the length of one call for that of all.
+    """
+    inputs = [n for n in facts.nodes if n.op == "placeholder" and tensors_of(n)]
+    if facts.sequence is not None and not any(facts.carries(n) for n in inputs):
+        raise PassError("axes", RuntimeError("the sequence length has become a constant"))
 
 
 def _run(name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -31,7 +31,7 @@ def axes(captured: CapturedGraph) -> Facts:
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     facts.written, facts.laid_out = captured.written, captured.laid_out
-    context, gradients = RuleContext(facts), GradientEdges()
+    context, gradients = RuleContext(facts), GradientEdges(facts.values)
     for node in facts.nodes:
         if node.op == "output":
             continue

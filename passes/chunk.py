@@ -241,7 +241,7 @@ class Evaluation:
         seed: Size,
     ) -> None:
         self.program, self.facts, self.ranges, self.reader = program, program.facts, ranges, reader
-        self.seed, self.random_ops = seed, 0
+        self.seed = seed
         self.values: dict[tuple[Node, Role], Any] = {(n, Role.ROW): v for n, v in bindings.items()}
         self.bound = bindings
         self.blocks: dict[tuple, Tensor] = {}
@@ -374,10 +374,13 @@ class Evaluation:
             axes = result[len(result) - rank :] if rank else ()
         return self.operand(operand, role, axes)
 
-    def dropout(self, value: Tensor, probability: float) -> Tensor:
-        """Dropout whose mask is drawn again, the same, when the chunk is recomputed."""
-        self.random_ops += 1
-        mask = attention.dropout_mask(value.detach(), probability, self.seed + self.random_ops)
+    def dropout(self, node: Node, value: Tensor, probability: float) -> Tensor:
+        """Dropout whose mask is drawn again, the same, when the chunk is recomputed.
+
+        The seed is that of the chunk and of the op: not every program of a segment runs all of its ops.
+        """
+        number = self.program.segment.nodes.index(node)
+        mask = attention.dropout_mask(value.detach(), probability, self.seed + 1 + number)
         return value * mask
 
 

@@ -96,7 +96,7 @@ class Retrace(Interpreter):
         result = super().run_node(n)
         self.memory.see(result)
         self.memory.check(given, n)
-        if any(map(_is_hooked, (v for v, _ in given))):
+        if any(map(_is_hooked, (v.tensor for v in given))):
             raise HookError("a hook on the gradient of a value is registered in the forward", n)
         return result
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import attention
-from .chunk import EXPANDS, RESHAPES, Evaluation, emit, grouped_columns
+from .chunk import EXPANDS, RESHAPES, Evaluation, Size, emit, grouped_columns
 from .ir import Axis, Mask, Role, tensors_of
 from .kernels import Block, CpuFlash, additive, choose
 from .rules import arguments
@@ -49,18 +49,31 @@ def broadcast(run: Evaluation, node: Node, role: Role) -> Tensor:
 
 @emit(aten.pad.default, aten.constant_pad_nd.default)
 def pad(run: Evaluation, node: Node, role: Role) -> Tensor:
-    """What is cut off (by a negative amount) is cut by slices: `pad` knows no symbolic sizes there."""
+    """Padding with a constant by slices and joins: `constant_pad_nd` knows no symbolic sizes.
+
+    A negative amount cuts off.
+    """
     call = arguments(node)
-    amounts = call["pad"]
-    if call.get("mode", "constant") != "constant" or not any(isinstance(n, int) and n < 0 for n in amounts):
+    if call.get("mode", "constant") != "constant":
         return run.call(node, role, None)
-    value = run.operand(call["self"], role)
-    for k, amount in enumerate(amounts):
-        if isinstance(amount, int) and amount < 0:
-            dim = value.dim() - 1 - k // 2
-            value = value.narrow(dim, 0 if k % 2 else -amount, value.shape[dim] + amount)
-    rest = [run.operand(n, role) if isinstance(n, Node) else max(n, 0) for n in amounts]
-    return aten.constant_pad_nd.default(value, rest, call["value"] or 0) if any(rest) else value
+    value, number = run.operand(call["self"], role), call["value"] or 0
+    amounts = [run.operand(n, role) if isinstance(n, Node) else n for n in call["pad"]]
+    for k, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        dim = value.dim() - 1 - k
+        first, last = (-n if n < 0 else 0 for n in (before, after))
+        if first or last:
+            value = value.narrow(dim, first, value.shape[dim] - first - last)
+        sides = [
+            value.new_full(_with_size(value, dim, n), number) if n > 0 else None for n in (before, after)
+        ]
+        parts = [p for p in (sides[0], value, sides[1]) if p is not None]
+        value = torch.cat(parts, dim) if len(parts) > 1 else value
+    return value
+
+
+def _with_size(value: Tensor, dim: int, size: Size) -> list[Size]:
+    """Sizes of a value, with another one in one dim."""
+    return [size if d == dim else s for d, s in enumerate(value.shape)]
 
 
 @emit(*LIKE_ANOTHER)
@@ -84,7 +97,7 @@ def view_as_complex(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(aten.dropout.default)
 def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Dropout whose random numbers can be drawn again in the backward."""
-    return run.dropout(run.operand(node.args[0], role), node.args[1])
+    return run.dropout(node, run.operand(node.args[0], role), node.args[1])
 
 
 @emit(aten.linear.default)
@@ -170,7 +183,7 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
         return _on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
     if causal:
         mask = _causal_block(run, query)
-    drop = (lambda w: run.dropout(w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
+    drop = (lambda w: run.dropout(node, w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
     return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
 
 

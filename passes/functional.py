@@ -57,6 +57,21 @@ class _Seen:
     storage: int
 
 
+@dataclass
+class Version:
+    """A tensor as it was before an op: how often it had been changed, and what autograd knew of it."""
+
+    tensor: Tensor
+    number: int
+    requires_grad: bool
+    is_leaf: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        """True for a leaf that has a gradient: autograd sees no change of it."""
+        return self.requires_grad and self.is_leaf
+
+
 class Memory:
     """What a trace has seen of memory: which tensors are alive, and what was changed in place.
 
@@ -68,10 +83,11 @@ class Memory:
         self.changed = False
         self._seen: dict[int, _Seen] = {}
 
-    def versions(self, values: Any) -> list[tuple[Tensor, int]]:
-        """The tensors among arguments of an op, each with its version."""
+    def versions(self, values: Any) -> list[Version]:
+        """The tensors among arguments of an op, as they are before it."""
         leaves = pytree.tree_leaves(values)
-        return [(v, v._version) for v in leaves if isinstance(v, Tensor) and not v.is_inference()]
+        own = [v for v in leaves if isinstance(v, Tensor) and not v.is_inference()]
+        return [Version(v, v._version, v.requires_grad, v.is_leaf) for v in own]
 
     def see(self, values: Any) -> None:
         """Remember the tensors among inputs or results of an op."""
@@ -81,7 +97,7 @@ class Memory:
                 gone = lambda _, key=key: self._seen.pop(key, None)  # noqa: E731
                 self._seen[key] = _Seen(weakref.ref(value, gone), _storage(value))
 
-    def check(self, before: list[tuple[Tensor, int]], node: Node) -> None:
+    def check(self, before: list[Version], node: Node) -> None:
         """Look at what an op did to its arguments.
 
         NOTE [changes that autograd does not see]: in a region without gradients, or through `detach`, a
@@ -91,13 +107,15 @@ class Memory:
         Raises:
             MutationError: the op changed a tensor that has a gradient, and autograd did not see it.
         """
-        for value, version in before:
-            if value._version == version:
+        for was in before:
+            value = was.tensor
+            if value._version == was.number:
                 continue
             self.changed = True
-            recorded = torch.is_grad_enabled() and value.requires_grad
-            sharing = [t for t in self._sharing(value) if not (recorded and _base(t) is _base(value))]
-            if any(t.requires_grad for t in sharing):
+            recorded = torch.is_grad_enabled() and value.requires_grad and not was.is_parameter
+            others = [t for t in self._sharing(value) if not (recorded and _base(t) is _base(value))]
+            begins = recorded and not was.requires_grad
+            if any(t.requires_grad or begins for t in others):
                 raise MutationError(
                     "a value that has a gradient is changed in place where autograd does not see it "
                     "(under no_grad, or through detach)",

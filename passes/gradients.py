@@ -8,24 +8,32 @@ on fake tensors, and autograd is asked. An op that cannot be run so is taken to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from .custom_gradient import CustomFunction
+from .environment import Environment
 from .ir import Facts, operands, tensors_of
 
 Key = tuple[Any, ...]
 
 
 class GradientEdges:
-    """Answers for the ops of one graph; the same call is asked once."""
+    """Answers for the ops of one graph; the same call is asked once.
 
-    def __init__(self) -> None:
+    Args:
+        values: of the size symbols of the graph, see `Environment`.
+    """
+
+    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
+        self.environment = Environment(values)
         self._known: dict[Key, tuple[bool, ...]] = {}
 
     def of(self, node: Node, differentiated: Collection[Node]) -> list[Node]:
@@ -37,8 +45,36 @@ class GradientEdges:
             return [n for n in wanted if _author_gives(node, n)]
         key = _key(node, wanted)
         if key not in self._known:
-            self._known[key] = _ask(node, wanted)
+            self._known[key] = self._ask(node, wanted)
         return [n for n, comes in zip(wanted, self._known[key], strict=True) if comes]
+
+    def _ask(self, node: Node, wanted: list[Node]) -> tuple[bool, ...]:
+        try:
+            if not self._requires_grad(node, wanted):
+                return (False,) * len(wanted)
+            return tuple(len(wanted) == 1 or self._requires_grad(node, [n]) for n in wanted)
+        except Exception:
+            return (True,) * len(wanted)
+
+    def _requires_grad(self, node: Node, differentiated: Collection[Node]) -> bool:
+        """True if the op's value has a gradient where these operands have one."""
+
+        def value(operand: Node) -> Any:
+            leaf = lambda v: self._leaf(v, operand in differentiated)  # noqa: E731
+            return pytree.tree_map(leaf, operand.meta["val"])
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        with self.environment.mode, enable_python_dispatcher(), torch.enable_grad():
+            found = node.target(*args, **kwargs)  # type: ignore[operator]
+        return any(v.requires_grad for v in pytree.tree_leaves(found) if isinstance(v, Tensor))
+
+    def _leaf(self, value: Any, differentiated: bool) -> Any:
+        own = self.environment.like(value)
+        return (
+            own.requires_grad_()
+            if differentiated and isinstance(own, Tensor) and _is_differentiable(own)
+            else own
+        )
 
 
 def reached(facts: Facts, nodes: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:
@@ -81,31 +117,3 @@ def _key(node: Node, wanted: list[Node]) -> Key:
         for v in leaves
     ]
     return node.target, str(spec), *described
-
-
-def _ask(node: Node, wanted: list[Node]) -> tuple[bool, ...]:
-    try:
-        if not _requires_grad(node, wanted):
-            return (False,) * len(wanted)
-        return tuple(len(wanted) == 1 or _requires_grad(node, [n]) for n in wanted)
-    except Exception:
-        return (True,) * len(wanted)
-
-
-def _requires_grad(node: Node, differentiated: Collection[Node]) -> bool:
-    """True if the op's value has a gradient where these operands have one."""
-
-    def value(operand: Node) -> Any:
-        fake = operand.meta["val"]
-        return pytree.tree_map_only(
-            Tensor,
-            lambda t: t.detach().requires_grad_(operand in differentiated and _is_differentiable(t)),
-            fake,
-        )
-
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
-    modes = (getattr(t, "fake_mode", None) for n in operands(node) for t in tensors_of(n))
-    mode = next(m for m in modes if m is not None)
-    with mode, torch.enable_grad():
-        found = node.target(*args, **kwargs)  # type: ignore[operator]
-    return any(v.requires_grad for v in pytree.tree_leaves(found) if isinstance(v, Tensor))

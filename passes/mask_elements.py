@@ -209,6 +209,8 @@ class Elements:
     def _evaluate(self, node: fx.Node, index: Index) -> Boolean | Cases:
         if node.op == "get_attr":
             return self._constant(node)
+        if tensor(node).dtype.is_complex:
+            raise MaskNotUnderstood(node, "complex values")
         value = rule_for(node).element(self, node, index)
         if tensor(node).dtype is torch.bool:
             return to_boolean(value) if isinstance(value, tuple) else value

@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
 from .capture import CapturedGraph
@@ -85,7 +86,7 @@ def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -
     node.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
     values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode"))
-    with mode, torch.no_grad():
+    with mode, enable_python_dispatcher(), torch.no_grad():  # else composite ops would make sizes constants
         node.meta["val"] = target(*values[0], **values[1])
     return node
 

@@ -98,6 +98,9 @@ class Scores:
     def __init__(self, facts: Facts, known: Callable[[Mask], MaskFacts]) -> None:
         self.facts, self.known = facts, known
         self._of: dict[Node, Score] = {}
+        # Values whose dims before rows and columns may have changed places since a mask was met.
+        self._moved: set[Node] = set()
+        self._is_moved = False  # an operand of the op that is being asked about
 
     def of(self, node: Any) -> Score | None:
         """What is known of a value; None if nothing is."""
@@ -110,6 +113,9 @@ class Scores:
         function = TRANSFER.get(node.target)
         if function is None and is_view(node):
             function = same_elements
+        self._is_moved = any(n in self._moved for n in node.all_input_nodes)
+        if self._is_moved or is_view(node):
+            self._moved.add(node)
         found = function(self, node, arguments(node)) if function is not None else None
         if found is not None and (self._is_upright(node) or self._is_known(node, found)):
             self._of[node] = found
@@ -155,8 +161,9 @@ class Scores:
         parts = tuple(dict.fromkeys((*first, *second)))
         if len(parts) == max(len(first), len(second)):
             return parts
-        leading = {size for n, _ in parts if math.prod(size := tuple(shape_of(n)[:-2])) != 1}
-        return parts if len(leading) <= 1 and self.hides(*parts) is not None else None
+        leading = [size for n, _ in parts if math.prod(size := tuple(shape_of(n)[:-2])) != 1]
+        alike = len(leading) <= 1 or (len(set(leading)) == 1 and not self._is_moved)
+        return parts if alike and self.hides(*parts) is not None else None
 
     def width(self, parts: tuple[tuple[Node, Reading], ...]) -> float:
         """How many rows a row reads under a mask: those of its window; more than any; or infinity for all."""

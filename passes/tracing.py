@@ -22,12 +22,14 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 def trace(function: Callable[..., Any], *inputs: Any, pre_dispatch: bool = False) -> GraphModule:
     """The ops that a function runs on these inputs, as a graph.
 
+    Autograd's anomaly mode is off meanwhile: it would look at values, which fake tensors do not have.
+
     Args:
         function: takes `inputs`, returns tensors.
         inputs: tensors, fake ones where the graph is to be symbolic, and numbers.
         pre_dispatch: record ops above autograd, where `linear` is one op.
     """
-    with compile_lock, _unseen_by_other_threads():
+    with compile_lock, _unseen_by_other_threads(), torch.autograd.set_detect_anomaly(False):
         return make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")(*inputs)
 
 
