@@ -179,6 +179,8 @@ def causal_block(prefix: Any, rows: Any, columns: Any, device: torch.device) -> 
 @torch.library.custom_op("streambp_fx::dropout_mask", mutates_args=())
 def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
     """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed."""
+    if probability == 1.0:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     generator = torch.Generator(device=like.device).manual_seed(seed)
     keep = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)

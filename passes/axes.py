@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
-from .custom_rows import custom_layout
+from .custom_rows import custom_layout, has_linear_backward
 from .extract import is_random
 from .functional import MutationError, NotPureError
 from .gradients import GradientEdges, reached
@@ -48,19 +48,31 @@ def axes(captured: CapturedGraph) -> Facts:
             raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
     refuse_weights(facts)
     _refuse_numbers(facts)
-    _refuse_random_weights(facts)
+    _refuse_opaque_weights(facts)
     return facts
 
 
-def _refuse_random_weights(facts: Facts) -> None:
-    """Raise if random numbers are drawn for a value made of parameters alone: each chunk makes it anew.
+def _refuse_opaque_weights(facts: Facts) -> None:
+    """Raise if a value made of parameters alone may not be made anew: each chunk and segment does.
+
+    Random numbers would be others each time. A backward that its author wrote would be given the gradients
+    of chunks one by one, and not their sum.
 
     Raises:
-        NotPureError: they are.
+        NotPureError: it may not.
     """
     for node in facts.nodes:
-        if facts.kinds.get(node) is Kind.CONSTANT and is_random(node):
+        if facts.kinds.get(node) is not Kind.CONSTANT or node.op != "call_function":
+            continue
+        if is_random(node):
             raise NotPureError("random numbers are drawn for a value that is made of parameters", node)
+        custom = isinstance(node.target, CustomFunction)
+        if custom and node in facts.needs_grad and not has_linear_backward(facts, node):
+            raise NotPureError(
+                "a custom autograd function, whose backward may not be linear, is applied to a value that is "
+                "made of parameters",
+                node,
+            )
 
 
 def _refuse_numbers(facts: Facts) -> None:

@@ -27,6 +27,8 @@ from .functional import (
     changes_inside,
     changes_something,
     functional,
+    refuse_effects,
+    refuse_regions,
     refuse_strides,
 )
 from .ir import evaluate, expression, shape_of, tensors_of
@@ -199,6 +201,9 @@ def capture(
     make_inputs = lambda: [_fake_input(value, table, mode, meta_as) for value in examples]  # noqa: E731
     inputs = make_inputs()
     traced, written = _trace(module, mode, make_inputs, meta_as)
+    for graph_module in (module, traced):
+        refuse_effects(graph_module)
+    refuse_regions(traced.graph.nodes)
     refuse_strides(traced.graph.nodes)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
         return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True), meta_as)

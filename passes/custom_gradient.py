@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
@@ -19,8 +20,10 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .functional import HookError, Memory, MutationError, drops_nothing, plain
+from .rules.quantised import is_deterministic
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -34,11 +37,15 @@ class CustomFunction:
         forward: graph of the forward; returns outputs and saved values.
         backward: graph of the backward; takes gradients of the outputs and the saved values.
         options: what the author marked (non-differentiable outputs).
+
+    Attributes:
+        draws: forward or backward draw random numbers, or may do so.
     """
 
     def __init__(self, forward: GraphModule, backward: GraphModule, options: dict[str, Any]) -> None:
         self.forward, self.backward = forward, backward
         self.frozen = tuple(options.get("non_differentiable_idx", ()))
+        self.draws = True
         self.__name__ = self.__qualname__ = f"custom_function_{next(_count)}"
         self.__module__ = __name__
 
@@ -110,7 +117,15 @@ class Retrace(Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
-            return Retrace(args[0], meta_as=self.meta_as, memory=self.memory).run(*args[1:])
+            given = self.memory.versions(args[1:])
+            result = Retrace(args[0], meta_as=self.meta_as, memory=self.memory).run(*args[1:])
+            if any(v.tensor._version != v.number for v in given):
+                raise MutationError(
+                    "a checkpointed region changes what it is given, which eager changes once more when it "
+                    "recomputes the region",
+                    self.node,
+                )
+            return result
         if target is torch._C._autograd._get_data_attr:  # `x.data`: as a tensor without a gradient
             return args[0].detach()
         if target in DROPOUTS and drops_nothing(*args, **kwargs):
@@ -132,6 +147,42 @@ def _is_hooked(value: torch.Tensor) -> bool:
     return bool(value._backward_hooks) or value.retains_grad
 
 
+class _Random(TorchDispatchMode):
+    """Looks for ops that may draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        tagged = torch.Tag.nondeterministic_seeded in func.tags
+        self.found |= tagged or not is_deterministic(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(function: CustomFunction, inputs: tuple) -> bool:
+    """True unless forward and backward, run on fake tensors of numbers for sizes, draw no random numbers."""
+    with FakeTensorMode() as mode, torch.no_grad(), _Random() as seen:
+        try:
+            given = pytree.tree_map(lambda v: _with_numbers(v, mode), inputs)
+            output, saved = Interpreter(function.forward).run(*given)
+            outputs = output if isinstance(output, (tuple, list)) else [output]
+            gradients = [torch.zeros_like(o) if isinstance(o, torch.Tensor) else None for o in outputs]
+            Interpreter(function.backward).run(*gradients, *saved)
+        except Exception:
+            return True
+    return seen.found
+
+
+def _with_numbers(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake tensor, or a number, with the sizes of the call that is captured."""
+    size = lambda s: s.node.hint if isinstance(s, torch.SymInt) else s  # noqa: E731
+    if not isinstance(value, torch.Tensor):
+        return size(value)
+    shape, stride = ([size(s) for s in sizes] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+
 def _as_one_node(function: CustomFunction, inputs: tuple) -> Any:
     """Call a custom function, recorded as one node of the trace."""
     mode = get_proxy_mode()
@@ -141,6 +192,7 @@ def _as_one_node(function: CustomFunction, inputs: tuple) -> Any:
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, given)
     with disable_functional_mode(), disable_proxy_modes_tracing():
         output = function(*given)
+        function.draws = _draws(function, given)
     proxy = mode.tracer.create_proxy("call_function", function, proxies, {})
     found = track_tensor_tree(output, proxy, constant=None, tracer=mode.tracer)
     if not functional:

@@ -19,6 +19,7 @@ from .environment import Environment
 from .extract import is_random
 from .ir import Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from .normalize import normalize
+from .objective import is_homogeneous
 from .rules import RuleContext
 from .rules.pointwise import align, pointwise_ops
 from .size_operands import check_sizes, mentions
@@ -42,6 +43,20 @@ def custom_layout(context: RuleContext, node: Node, analysis: Analysis) -> Layou
         return align(context, call.tensors[0], call.tensors)
     context.seen.update(call.tensors)
     return call.layout(analysis)
+
+
+def has_linear_backward(facts: Facts, node: Node) -> bool:
+    """True if the backward of a custom autograd function is proved to be linear in what it is given.
+
+    Such a function of a weight may be called in each chunk: the sum of its gradients is that of the sum.
+    """
+    try:
+        call = _Call(facts, node)
+    except NotSeparable:
+        return False
+    arguments = len(node.args)
+    cotangents, nodes = call.placeholders[arguments:], list(call.captured.module.graph.nodes)
+    return all(is_homogeneous(nodes, cotangents, gradient) for gradient in call.results[call.outputs :])
 
 
 class _Call:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .custom_gradient import CustomFunction
 from .functional import drops_nothing
 from .ir import Facts, Kind, operands
 from .rules import arguments
 from .rules.contractions import sdpa_arguments
+from .rules.quantised import is_deterministic
 
 # NOTE [weights with operations of their own]: a tensor subclass (a quantised weight) may override the
 # function that people call, and not the op that it becomes.
@@ -22,6 +24,8 @@ class Subgraph:
         inputs: nodes whose values are passed in, in order (sizes among them).
         outputs: nodes whose values come back.
         random: True if an op draws random numbers.
+        frozen: positions of outputs that have no gradient.
+        returned: positions of outputs that the graph returns.
     """
 
     def __init__(self, facts: Facts, outputs: list[Node], given: set[Node]) -> None:
@@ -37,15 +41,28 @@ class Subgraph:
                 copies[node] = copied = graph.node_copy(node, copies.__getitem__)
                 if any(n in facts.opaque for n in node.all_input_nodes):
                     copied.target = PUBLIC.get(node.target, node.target)
+                if copied.target is torch.ops.aten.view.default:  # NOTE [strides of fake tensors]
+                    copied.target = torch.ops.aten.reshape.default
         graph.output(tuple(copies[n] for n in outputs))
         self.module = GraphModule(facts.module, graph)
         self.random = any(is_random(n) for n in graph.nodes)
+        returned = set(facts.outputs)
+        self.frozen = [k for k, n in enumerate(outputs) if n not in facts.needs_grad]
+        self.returned = [k for k, n in enumerate(outputs) if n in returned]
 
 
 def is_random(node: Node) -> bool:
-    """True for an op that draws random numbers: its tag says that it may, and its arguments that it does."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    """True for an op that draws random numbers, or of which nobody knows that it does not.
+
+    Of PyTorch's own ops a tag says that one may, and its arguments that it does. An op of another package
+    draws none if it has a rule, or is known to be a function of its operands.
+    """
+    if isinstance(node.target, CustomFunction):
+        return node.target.draws
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return not is_deterministic(node.target)
     if node.target is torch.ops.aten.dropout.default:
         return not drops_nothing(**arguments(node))
     attention = node.target is torch.ops.aten.scaled_dot_product_attention.default

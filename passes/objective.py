@@ -8,10 +8,12 @@ sweep computes the values, autograd differentiates the epilogue, and a second sw
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from .ir import Facts, operands, tensors_of
 
@@ -27,6 +29,7 @@ LINEAR_IN_FIRST = {
     aten.alias.default, aten.flatten.using_ints,
 }  # fmt: skip
 # ops that are linear in all operands together
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.matmul.default}
 LINEAR_IN_ALL = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
 
 
@@ -45,6 +48,36 @@ def is_linear(facts: Facts, sources: list[Node], target: Node) -> bool:
             continue
         depends.add(node)
     return target in depends
+
+
+def is_homogeneous(nodes: Iterable[Node], sources: Collection[Node], target: Node) -> bool:
+    """True if `target` is linear in `sources`, and zero where they are zero.
+
+    Args:
+        nodes: of a graph, in order.
+        sources, target: among them.
+    """
+    depends = set(sources)
+    for node in nodes:
+        if node.op == "call_function" and node not in depends and not depends.isdisjoint(operands(node)):
+            if _homogeneous_step(node, depends):
+                depends.add(node)
+            elif node is target or _reaches(node, target):
+                return False
+    return target in depends
+
+
+def _homogeneous_step(node: Node, depends: set[Node]) -> bool:
+    first = node.args[0] if node.args else None
+    if node.target in LINEAR_IN_ALL:
+        return all(
+            n in depends for n in pytree.tree_leaves(node.args[0] if isinstance(first, list) else node.args)
+        )
+    if node.target in PRODUCTS:
+        return sum(n in depends for n in node.args) == 1 and len(operands(node)) == 2
+    if node.target is aten.masked_fill.Scalar:
+        return first in depends and node.args[1] not in depends and node.args[2] == 0
+    return _linear_step(node, depends)
 
 
 def _linear_step(node: Node, depends: set[Node]) -> bool:

@@ -27,15 +27,17 @@ def linear(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.addmm.default)
 def addmm(ctx: RuleContext, node: Node) -> Layout:
-    """Rows times a matrix plus a bias: rows stay rows."""
+    """Rows times a matrix plus a bias, or plus rows: rows stay rows."""
     call = arguments(node)
     bias, x, weight = (call[name] for name in ("self", "mat1", "mat2"))
-    for operand in (bias, weight):
-        if ctx.facts.carries(operand):
-            raise NotSeparable("the weight of a linear layer carries the sequence")
+    if ctx.facts.carries(weight):
+        raise NotSeparable("the weight of a linear layer carries the sequence")
     layout = ctx.layout(x)
     forbid(layout, [1], "a matrix product contracts")
-    return (layout[0], None)
+    result = (layout[0], None)
+    if ctx.facts.carries(bias) and ctx.layout(bias) != result:
+        raise NotSeparable("what is added to a product has its rows in another place")
+    return result
 
 
 @rule(aten.matmul.default, aten.bmm.default, aten.mm.default)

@@ -103,7 +103,8 @@ def pointwise_ops() -> list[torch._ops.OpOverload]:
         op = getattr(getattr(aten, packet, None), overload, None)
         if op is not None:
             found.append(op)
-    return found
+    fused = getattr(torch.ops.prims, "fma", None)  # what functionalization makes of `addcmul_`
+    return found if fused is None else [*found, fused.default]
 
 
 # Elementwise losses that take a reduction, with the position of that argument.

@@ -281,7 +281,7 @@ class Executor:
             runner = self._whole_form(segment)  # NOTE [chained states]
         if isinstance(runner, Subgraph):
             given = [self.value(n, values, sizes) for n in runner.inputs]
-            outputs = WholeSegment.apply(runner.module, runner.random, *given)
+            outputs = WholeSegment.apply(runner, *given)
         else:
             whole = [values[n] for n in segment.whole]
             tensors = [values[n] for n in (*segment.rows, *segment.constants)]

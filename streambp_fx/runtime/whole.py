@@ -8,25 +8,28 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ..passes.extract import Subgraph
 from .common import as_it_is, refuse_double_backward
 
 
 class WholeSegment(torch.autograd.Function):
     """Runs a subgraph without a graph; runs it again with one in backward.
 
-    Inputs after `module` and `random` are all inputs of the module, tensors or not.
+    Inputs after `part` are all inputs of its module, tensors or not.
     """
 
     @staticmethod
-    def forward(ctx: Any, module: GraphModule, random: bool, *inputs: Any) -> tuple[Tensor, ...]:
-        WholeSegment.remember(ctx, module, random, inputs)
-        outputs = tuple(module(*inputs))
-        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
-        return outputs
+    def forward(ctx: Any, part: Subgraph, *inputs: Any) -> tuple[Tensor, ...]:
+        WholeSegment.remember(ctx, part.module, part.random, inputs)
+        outputs = list(part.module(*inputs))
+        for position in part.returned:
+            outputs[position] = _by_itself(outputs, position, inputs)
+        ctx.mark_non_differentiable(*(outputs[k] for k in part.frozen))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        return (None, None, *WholeSegment.pull_back(ctx, 2, gradients))
+        return (None, *WholeSegment.pull_back(ctx, 1, gradients))
 
     @staticmethod
     def remember(ctx: Any, module: GraphModule, random: bool, inputs: tuple[Any, ...]) -> None:
@@ -55,6 +58,14 @@ class WholeSegment(torch.autograd.Function):
         for position, gradient in zip(wanted, found, strict=True):
             result[position] = gradient
         return result
+
+
+def _by_itself(outputs: list[Tensor], position: int, inputs: tuple[Any, ...]) -> Tensor:
+    """What the user is given may be changed in place: a copy if it shares memory with something else."""
+    value = outputs[position]
+    others = [v for k, v in enumerate((*outputs, *inputs)) if k != position and isinstance(v, Tensor)]
+    storage = value.untyped_storage()._cdata
+    return value.clone() if any(v.untyped_storage()._cdata == storage for v in others) else value
 
 
 def _differentiate(ctx: Any, inputs: list, wanted: list[int], gradients: tuple) -> tuple:

@@ -334,7 +334,7 @@ def data_replaced(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + h + z.view(x.shape)
 
 
-@CASES.block()
+@CASES.block(WHATEVER)
 def foreach_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     a, b = m.lin(x), m.lin2(x)
     torch._foreach_mul_([a, b.flatten(0, 1)], 0.5)
