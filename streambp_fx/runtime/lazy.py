@@ -2,11 +2,16 @@
 
 NOTE [lazy outputs]: a model returns its logits next to its loss, and hardly anybody reads them. `LazyTensor`
 stands for them: it knows shape, dtype and device, and any other use computes the value, once. It is a node of
-the autograd graph, so a gradient that reaches it, by whatever way, goes on to what the value is made of.
+the autograd graph, so a gradient that reaches it, by whatever way, goes on to what the value is made of. That
+holds also where the first use was without gradients (a metric): the value is kept with its gradient.
+
+NOTE [reading in order]: whoever is given the value may change it in place. A cast that was asked for before
+is of the value before, so what is derived from a lazy tensor is computed before the value is handed out.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +55,8 @@ class LazyTensor(torch.Tensor):
 
     _compute: Callable[[], Tensor] | None
     _value: Tensor | None
+    _source: LazyTensor | None  # whose memory the value shares
+    _derived: list[weakref.ref[LazyTensor]]
     of_the_loss = False
 
     @staticmethod
@@ -58,17 +65,37 @@ class LazyTensor(torch.Tensor):
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             LazyTensor, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
-        made._compute, made._value = compute, None
+        made._compute, made._value, made._source, made._derived = compute, None, None, []
         return made
 
     def read(self) -> Tensor:
-        """The value, as an ordinary tensor whose gradient goes through this one."""
+        """The value, as an ordinary tensor whose gradient goes through this one. See NOTE [reading in order]."""
+        value = self.computed()
+        (source, self._source), (derived, self._derived) = (self._source, None), (self._derived, [])
+        for lazy in (source, *(reference() for reference in derived)):
+            if lazy is not None:
+                lazy.read()
+        return value
+
+    def computed(self) -> Tensor:
+        """The value for those who do not change it."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._value is None:
                 assert self._compute is not None
                 compute, self._compute = self._compute, None
-                self._value = _Read.apply(self, compute) if self.requires_grad else compute()
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._value = _Read.apply(self, compute) if self.requires_grad else compute()
             return self._value
+
+    def remember(self, lazy: LazyTensor) -> LazyTensor:
+        """Note that another lazy tensor is made of this one."""
+        self._derived.append(weakref.ref(lazy))
+        return lazy
+
+    def detached(self) -> LazyTensor:
+        made = LazyTensor.make(lambda: self.computed().detach(), self)
+        made._source = self
+        return self.remember(made)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,8 +106,7 @@ class LazyTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is Tensor.detach and args[0]._value is None:
-            source = args[0]
-            return LazyTensor.make(lambda: source.read().detach(), source)
+            return args[0].detached()
         if func in CASTS and isinstance(args[0], LazyTensor) and args[0]._value is None:
             return _cast(func, args, kwargs)
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
@@ -106,6 +132,10 @@ def _version(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, tensor.untyped_storage()._cdata
 
 
+def _shares_memory(value: Tensor, others: list[Tensor]) -> bool:
+    return value.untyped_storage()._cdata in {v.untyped_storage()._cdata for v in others}
+
+
 class _Read(torch.autograd.Function):
     """The value of a lazy tensor; its gradient is the lazy tensor's."""
 
@@ -125,15 +155,11 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, function: Callable[[Tensor], Tensor], like: _Like) -> Tensor:
         ctx.dtype, ctx.device = source.dtype, source.device
-        return LazyTensor.make(lambda: function(_value_of(source)), like)
+        return LazyTensor.make(lambda: function(source.computed().detach()), like)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         return gradient.to(ctx.device, ctx.dtype), None, None
-
-
-def _value_of(lazy: Any) -> Tensor:
-    return lazy.read().detach()
 
 
 def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -143,10 +169,10 @@ def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = func(moved, *args[1:], **kwargs)
         if not isinstance(result, Tensor):  # Tensor.type() without an argument
             return result
-        if result.dtype == source.dtype and result.device == source.device:
+        if result is moved:
             return source
         like = _Like(source.shape, result.dtype, result.device)
-        return _Cast.apply(source, lambda value: func(value, *args[1:], **kwargs), like)
+        return source.remember(_Cast.apply(source, lambda value: func(value, *args[1:], **kwargs), like))
 
 
 class _Like:
@@ -194,7 +220,8 @@ class LazyOutput(torch.autograd.Function):
             if versions != [_version(v) for v in read]:
                 raise RuntimeError(CHANGED)
             with torch.no_grad():
-                return part.module(*(plain if anew is None else anew.make()))[0]
+                value = part.module(*(plain if anew is None else anew.make()))[0]
+            return value.clone() if _shares_memory(value, read) else value  # it may be changed in place
 
         return LazyTensor.make(compute, _Like(shape, dtype, device))
 

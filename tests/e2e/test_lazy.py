@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from e2e_adversary import Record, tokens
 from e2e_check import assert_close_grads, grads, in_double
 from e2e_models import CHUNK, LOSS_CHUNK, VOCAB, build, plain, sample
+from e2e_subject import Subject
+from test_calls import exact
 
 from streambp_fx.runtime.lazy import LazyTensor
 
@@ -123,10 +126,21 @@ DIFFERENTIATED: dict[str, Callable[[Any], Any]] = {
     "without the loss": lambda o: o.logits.square().mean(),
     "changed in place": lambda o: o.loss + o.logits.mul_(2.0).square().mean(),
     "the loss halved": lambda o: 0.5 * o.loss + o.logits.tanh().mean(),
+    "after a metric": lambda o: _measured(o, torch.no_grad),
+    "after a metric in inference mode": lambda o: _measured(o, torch.inference_mode),
+    "after a metric of them detached": lambda o: o.loss + o.logits.detach().max() * o.logits.exp().mean(),
 }
 
 
-@pytest.mark.parametrize("how", sample(DIFFERENTIATED, "a loss on them as well", "twice", "changed in place"))
+def _measured(output: Any, mode: Callable[[], Any]) -> Any:
+    with mode():
+        output.logits.argmax(-1)
+    return output.loss + output.logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize(
+    "how", sample(DIFFERENTIATED, "a loss on them as well", "twice", "changed in place", "after a metric")
+)
 def test_gradients_reach_the_model(pair: Pair, how: str) -> None:
     want, got = pair.outputs()
     DIFFERENTIATED[how](want).backward()
@@ -134,6 +148,46 @@ def test_gradients_reach_the_model(pair: Pair, how: str) -> None:
     # a cast to float32 in the middle is as exact as float32
     rtol = 1e-6 if how == "through a cast" else 1e-9
     assert_close_grads(grads(pair.model), grads(pair.eager), rtol)
+
+
+CHANGED: dict[str, Callable[[Any], list[Any]]] = {
+    "a cast": lambda x: [x.float(), x.mul_(2), x],
+    "a cast of a cast": lambda x: [x.float().half(), x.float(), x.mul_(2), x],
+    "a copy": lambda x: [x.to(x.dtype, copy=True), x.mul_(2)],
+    "detached": lambda x: [x.detach(), x.detach().float(), x.mul_(2), x],
+    "through what is detached": lambda x: [x.float(), x.detach().mul_(2), x],
+    "through a view": lambda x: [x.detach().float(), x.view(-1).mul_(2), x],
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_what_was_derived_before_a_change_in_place(pair: Pair, how: str) -> None:
+    """A cast is a copy, and what is detached shares its memory."""
+    want, got = ([x + 0 for x in CHANGED[how](o.logits)] for o in pair.outputs())
+    torch.testing.assert_close(got, want)
+
+
+def test_a_small_vocabulary_is_changed_in_place() -> None:
+    """The head is no wider than what it is made of: the logits are an output of a segment, which is kept."""
+
+    class Small(Subject):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            x = self.embed(input_ids)
+            logits = self.head(x + self.attend(self.norm(x)))
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+            return {"loss": loss, "logits": logits, "hidden": x * 2}
+
+    def run(m: Any, call: Any, record: Record) -> None:
+        for length in (33, 20):
+            m.zero_grad()
+            output = call(tokens(2, length))
+            output["logits"] /= 3
+            output["logits"][..., 0] = -5.0
+            (output["loss"] + output["logits"].exp().mean()).backward()
+            record("logits", output["logits"])
+            record.state(m)
+
+    exact(Small, run, "compile")
 
 
 def test_an_autograd_function_of_the_user(pair: Pair) -> None:
