@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import types
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .errors import StreamBPWarning
 
@@ -26,9 +27,23 @@ DOCUMENTS_MEET = (
 )
 
 
+def signature_of(model: nn.Module, forward: Any, follow: bool = True) -> inspect.Signature:
+    """Signature of a forward; that of the class where somebody wrapped it with `*args, **kwargs`.
+
+    Args:
+        follow: where a function says that it wraps another, that of the other.
+    """
+    found = inspect.signature(forward, follow_wrapped=follow)
+    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
+        return inspect.signature(types.MethodType(type(model).forward, model))
+    return found
+
+
 @dataclass(frozen=True)
 class Arguments:
     """What a caller gave, as it was given: nothing is added to it, left out or moved.
+
+    A whole number of numpy's is one of Python's, which Dynamo would not take for the number that it is.
 
     Attributes:
         positional: the arguments that were given by position, in their order, by the names that the signature
@@ -49,7 +64,18 @@ class Arguments:
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [n for n, p in signature.parameters.items() if p.kind in by_position][: len(args)]
         names += [f"*{k}" for k in range(len(names), len(args))]
-        return Arguments(dict(zip(names, args, strict=True)), dict(kwargs))
+        positional = {n: _plain(v) for n, v in zip(names, args, strict=True)}
+        return Arguments(positional, {n: _plain(v) for n, v in kwargs.items()})
+
+    @staticmethod
+    def of_call(model: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Arguments | None:
+        """The arguments of a call of the model's forward; None if they do not fit.
+
+        A wrapper may bind the model itself, and say that it wraps a function that takes it.
+        """
+        tried = (signature_of(model, forward, follow) for follow in (True, False))
+        found = (Arguments.of(signature, args, kwargs) for signature in tried)
+        return next((given for given in found if given is not None), None)
 
     def get(self, name: str) -> Any:
         """The argument of a name; None where it was not given."""
@@ -65,6 +91,10 @@ class Arguments:
         """Tensors with the names by which they came, also those in dictionaries."""
         for name, value in (*self.positional.items(), *self.keywords.items()):
             yield from _tensors(name, value)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, numpy.integer) else value
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,16 +160,11 @@ def without_cache(given: Arguments, model: nn.Module, signature: inspect.Signatu
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:
-    """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache` as
-    transformers means it: without it, the config decides. What others mean by it is theirs.
-    """
-    if not any(isinstance(m, PreTrainedModel) for m in model.modules()):
-        return False
-    own = signature.parameters.get("use_cache")
-    if own is not None:
-        return own.default is None or isinstance(model, PreTrainedModel)
+    """True if the forward, or one that it passes its keywords on to (an adapter's), takes `use_cache`."""
     passes_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return passes_on and hasattr(getattr(model, "config", None), "use_cache")
+    return "use_cache" in signature.parameters or (
+        passes_on and hasattr(getattr(model, "config", None), "use_cache")
+    )
 
 
 def _documents_meet(given: Arguments, model: nn.Module) -> bool:
@@ -150,12 +175,10 @@ def _documents_meet(given: Arguments, model: nn.Module) -> bool:
     return bool((positions.diff(dim=-1) != 1).any())
 
 
-def counted(given: Arguments, model: nn.Module) -> Arguments:
+def counted(given: Arguments) -> Arguments:
     """The token count that transformers' trainer gives its models changes in every step: as a tensor it may.
 
     transformers' losses take it as either. Any other number is captured as the number that it is.
     """
     items = given.keywords.get("num_items_in_batch")
-    if type(items) is not int or not any(isinstance(m, PreTrainedModel) for m in model.modules()):
-        return given
-    return given.with_keywords(num_items_in_batch=torch.tensor(items))
+    return given.with_keywords(num_items_in_batch=torch.tensor(items)) if type(items) is int else given

@@ -2,61 +2,95 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers.utils import ModelOutput
 
 from .runtime.lazy import LazyTensor
 
 
-def vocabularies(model: nn.Module) -> tuple[int, ...]:
-    """How wide logits of a vocabulary may be: the rows of tables, and of weights with more rows than columns.
+def vocabularies(model: nn.Module) -> set[int]:
+    """How wide logits of a vocabulary may be, as the model says by the interface of transformers.
 
-    The scores of a classifier are not as wide as any of them. They cost nothing, and stay.
+    Scores of a classifier are not as wide, and stay.
     """
-    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices = (p.shape for p in model.parameters() if p.dim() == 2)
-    return tuple(sorted(tables | {rows for rows, columns in matrices if rows > columns}))
+    asked = (m for m in model.modules() if hasattr(m, "get_input_embeddings"))
+    return {width for m in asked for width in _widths(m)}
+
+
+def _widths(model: Any) -> list[int]:
+    found = [getattr(getattr(model, "config", None), "vocab_size", None)]
+    for ask in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            part = ask()
+        except (AttributeError, NotImplementedError):  # transformers' answer where there are none
+            continue
+        found += [getattr(part, "num_embeddings", None), getattr(part, "out_features", None)]
+    return [width for width in found if isinstance(width, int)]
 
 
 def without_logits(output: Any, widths: tuple[int, ...]) -> tuple[Any, Any]:
     """A class, and the fields of an output of that class whose logits are None; or None, and the output.
 
-    Logits are left out next to a loss, and if they have one of these widths. Dynamo traces this.
+    Logits are left out next to a loss, and if they have one of these widths. Dynamo traces this. Only plain
+    dictionaries and outputs of transformers can be made again from their fields: see `without_lazy`.
     """
-    if isinstance(output, tuple) or not _is_wide(_field(output, "logits"), widths):
+    if type(output) is not dict and not isinstance(output, ModelOutput):
         return None, output
-    if not isinstance(_field(output, "loss"), torch.Tensor):
+    logits = output.get("logits")
+    if not isinstance(logits, torch.Tensor) or logits.dim() == 0 or logits.shape[-1] not in widths:
         return None, output
-    if isinstance(output, dict):
-        return type(output), {k: None if k == "logits" else v for k, v in output.items()}
-    if dataclasses.is_dataclass(output):
-        names = type(output).__dataclass_fields__  # type: ignore[union-attr]
-        return type(output), {k: None if k == "logits" else getattr(output, k) for k in names}
-    output.logits = None
-    return None, output
+    if not isinstance(output.get("loss"), torch.Tensor):
+        return None, output
+    return type(output), {k: None if k == "logits" else v for k, v in output.items()}
 
 
 def rebuilt(kind: Any, output: Any) -> Any:
     """The model's output from what `without_logits` returned."""
-    return output if kind is None else kind(**output)
-
-
-def without_lazy(output: Any) -> Any:
-    """None for each lazy tensor: "drop" is about what the model returns, not about what hooks keep of it."""
-    leaves, spec = torch.utils._pytree.tree_flatten(output)
-    if not any(isinstance(leaf, LazyTensor) for leaf in leaves):
+    if kind is None or kind is dict:
         return output
-    return torch.utils._pytree.tree_unflatten(
-        [None if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], spec
-    )
+    made = kind.__new__(kind)  # what its constructor does to the values has been done
+    for name in kind.__dataclass_fields__:
+        object.__setattr__(made, name, None)
+    for name, value in output.items():
+        if value is not None:
+            made[name] = value
+    return made
+
+
+def without_lazy(output: Any, model: nn.Module) -> Any:
+    """The output without logits that are as wide as a vocabulary, and that would be computed when read.
+
+    Others stay: lazy logits mean what they meant. So do those of an output that cannot be copied and changed.
+    A model that does not say how wide its logits are has tables for its tokens.
+    """
+    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    widths = vocabularies(model) or tables
+    if isinstance(output, (tuple, list)):
+        return tree_map_only(LazyTensor, lambda v: None if _is_wide(v, widths) else v, output)
+    if not _is_wide(_field(output, "logits"), widths):
+        return output
+    try:
+        return _emptied(copy.copy(output))
+    except (AttributeError, TypeError):
+        return output
+
+
+def _emptied(output: Any) -> Any:
+    if isinstance(output, dict):
+        output["logits"] = None
+    else:
+        object.__setattr__(output, "logits", None)  # of a frozen dataclass, too
+    return output
 
 
 def _field(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
 
 
-def _is_wide(logits: Any, widths: tuple[int, ...]) -> bool:
-    return isinstance(logits, torch.Tensor) and logits.dim() > 0 and logits.shape[-1] in widths
+def _is_wide(logits: Any, widths: set[int]) -> bool:
+    return isinstance(logits, LazyTensor) and logits.shape[-1] in widths

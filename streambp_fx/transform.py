@@ -11,10 +11,12 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -23,21 +25,32 @@ from torch.utils._python_dispatch import (
 )
 
 from .adapters import lengthens_sequence, prepare_tracing
-from .arguments import Arguments, cannot_be_streamed, counted, dims_of_sequence, without_cache
+from .arguments import (
+    Arguments,
+    cannot_be_streamed,
+    counted,
+    dims_of_sequence,
+    signature_of,
+    without_cache,
+)
 from .backend import compile_graph, schedules_of
 from .checkpointing import TakeOver
+from .dynamo_words import LOGGERS, in_plain_words
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
 from .plain_forms import in_plain_pytorch
 from .progress import announced
+from .registry import Registry
 from .schedule import Schedule
 from .versions import check_versions
-from .within import models_within, switched_by_others
+from .within import caller_of_forward, is_of_transformers, models_within, switched_by_others
 
 # Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
-_all: weakref.WeakSet[StreamedForward] = weakref.WeakSet()
+_all: Registry[StreamedForward] = Registry()
+# Those that are not to stream within the call that is being made.
+_resting: ContextVar[frozenset[StreamedForward]] = ContextVar("streambp_resting", default=frozenset())
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
 # From a streamed forward, its captured graph and example inputs to what runs the graph.
@@ -71,7 +84,7 @@ def transform(
         raise ValueError(f"verbose must be True or False, not {verbose!r}")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
-    if not {"input_ids", *(parsed.seq_dim or {})} & set(_signature(model, model.forward).parameters):
+    if not {"input_ids", *(parsed.seq_dim or {})} & set(signature_of(model, model.forward).parameters):
         raise CaptureError(
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
             "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...)), or name the "
@@ -85,25 +98,16 @@ def transform(
     return model
 
 
-def _signature(model: nn.Module, forward: Any) -> inspect.Signature:
-    """Signature of a forward; that of the class where somebody wrapped it with `*args, **kwargs`."""
-    found = inspect.signature(forward)
-    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
-        return inspect.signature(types.MethodType(type(model).forward, model))
-    return found
-
-
 def restore(model: nn.Module) -> nn.Module:
     """Undo `transform`. A model that is not transformed is left as it is."""
     for streamed in _placed(model):
         streamed.active = False  # somebody may have put a wrapper over it
-        module = streamed.model
-        if vars(module).get("forward") is not streamed:
-            continue
-        if streamed.had_forward:
-            module.forward = streamed.original
-        else:
-            del module.forward
+        if vars(streamed.model).get("forward") is streamed:
+            streamed.unplace(streamed.model)
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, StreamedForward) and forward.is_carried_by(module):
+            forward.unplace(module)
     return model
 
 
@@ -182,21 +186,50 @@ class StreamedForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return _signature(self.model, self.original)
+        return signature_of(self.model, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.captured(*args, **kwargs) if self.active else self.original(*args, **kwargs)
+        called_on = caller_of_forward()
+        if called_on is not None and self.is_carried_by(called_on):
+            return self._on_a_copy(called_on, args, kwargs)
         if args and args[0] is self.model:  # somebody bound it to the model, as a function of the class
             args = args[1:]
-        if not (self.active and self.model.training and torch.is_grad_enabled()):
+        if self in _resting.get() or not (self.active and self.model.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         if switched_by_others(self.model, self.original, kwargs) or lengthens_sequence(self.model):
             return self.original(*args, **kwargs)
-        given = Arguments.of(self.__signature__, args, kwargs)
-        if given is None:  # an error, which is the model's own to raise
-            return self.original(*args, **kwargs)
-        return self._train(given)
+        given = Arguments.of_call(self.model, self.original, args, kwargs)
+        if given is not None:
+            return self._train(given)
+        output = self.original(*args, **kwargs)  # an error, as a rule, which is the model's own to raise
+        _warn(f"the arguments do not fit the signature {self.__signature__}: this step runs unstreamed")
+        return output
+
+    def is_carried_by(self, module: nn.Module) -> bool:
+        """True for a shallow copy of the model, which has this streamed forward and not one of its own."""
+        return module is not self.model and vars(module).get("forward") is self
+
+    def unplace(self, module: nn.Module) -> None:
+        """Give a module that has this streamed forward the forward that it had, or would have."""
+        if self.had_forward:
+            module.forward = self.original
+        else:
+            del module.forward
+
+    def _on_a_copy(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of a shallow copy, on the copy.
+
+        NOTE [shallow copies]: `copy.copy(model)` and the replicas of `nn.DataParallel` share the attributes
+        of the model, its streamed forward among them. A step on them is the unstreamed one, of the copy.
+        """
+        if self.active and module.training and torch.is_grad_enabled():
+            _warn(
+                f"a shallow copy of a transformed {type(module).__name__} runs unstreamed: transform it, too"
+            )
+        forward = self.original if self.had_forward else types.MethodType(type(module).forward, module)
+        return forward(*args, **kwargs)
 
     def _train(self, given: Arguments) -> Any:
         asked = cannot_be_streamed(given, self.model)
@@ -208,6 +241,9 @@ class StreamedForward:
         if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
             try:
                 return self._streamed(given)
+            except FailOnRecompileLimitHit:
+                why = f"there are {RECOMPILE_LIMIT} graphs, each for other values of arguments or attributes"
+                return self._unstreamed(why, given)
             except CaptureError as error:
                 hooked = Hooks(self.model)
                 if not hooked:
@@ -218,7 +254,8 @@ class StreamedForward:
         return self._unstreamed(f"{why} ({self._why})", given)
 
     def _streamed(self, given: Arguments) -> Any:
-        given = counted(without_cache(given, self.model, self.__signature__), self.model)
+        if is_of_transformers(self.model, self.original):
+            given = counted(without_cache(given, self.model, self.__signature__))
         self._declare_sizes(given)
         if self._compiled is None:
             self._compiled = self._compile()
@@ -230,14 +267,11 @@ class StreamedForward:
         """The model as it is, with the models within it, because of an argument that cannot be streamed."""
         warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
         modules = set(self.model.modules()) - {self.model}
-        inner = [s for s in _all if s.active and s.model in modules]
-        for streamed in inner:
-            streamed.active = False
+        before = _resting.set(_resting.get() | {s for s in _all if s.model in modules})
         try:
             return self.original(*given.positional.values(), **given.keywords)
         finally:
-            for streamed in inner:
-                streamed.active = True
+            _resting.reset(before)
 
     def _train_under(self, modes: list[Any], given: Arguments) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
@@ -278,7 +312,7 @@ class StreamedForward:
 
     def _call(self, given: Arguments) -> Any:
         drop = self.options.logits == "drop" and given.get("labels") is not None
-        widths = vocabularies(self.model) if drop else ()
+        widths = tuple(sorted(vocabularies(self.model))) if drop else ()
         settings = torch._dynamo.config.patch(
             ignore_logging_functions=set(LOGGERS),
             allow_unspec_int_on_nn_module=True,
@@ -287,14 +321,14 @@ class StreamedForward:
         try:
             with settings, self._first_announced():
                 output = rebuilt(*self._compiled(given.positional, given.keywords, widths))
-                return without_lazy(output) if self.options.logits == "drop" else output
+                return without_lazy(output, self.model) if self.options.logits == "drop" else output
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = error.__cause__ or error
             if isinstance(cause, CompileError) or isinstance(
                 getattr(error, "inner_exception", None), CompileError
             ):
                 raise getattr(error, "inner_exception", cause) from error
-            raise CaptureError(_in_plain_words(self.model, error)) from error
+            raise CaptureError(in_plain_words(self.model, error)) from error
 
     def _first_announced(self) -> contextlib.AbstractContextManager[None]:
         """The first step captures and compiles, which takes some seconds."""
@@ -371,34 +405,5 @@ def _backend(
     return lambda *inputs: alive()._run(executor, *inputs)
 
 
-def _loggers() -> list[Any]:
-    import logging
-
-    import transformers
-
-    kind = type(transformers.utils.logging.get_logger("transformers"))
-    names = ("warning_once", "warning_advice", "info_once", "warning", "info", "debug")
-    found = [getattr(kind, n) for n in names if hasattr(kind, n)]
-    return [*found, *(getattr(logging.Logger, n) for n in ("warning", "info", "debug"))]
-
-
-LOGGERS = _loggers()
-
-
-def _in_plain_words(model: nn.Module, error: BaseException) -> str:
-    """Dynamo's reason without its logs, and the line of the model's source where it stopped."""
-    text = str(error).split("Developer debug context")[0].split("Set TORCH")[0]
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    code = [k for k, line in enumerate(lines) if line.strip().startswith("File ")]
-    where = "\n".join(lines[code[-1] : code[-1] + 2]) if code else ""
-    stack = getattr(error, "real_stack", None)
-    if stack:
-        frame = stack[-1]
-        where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
-    reason = "\n".join(line for line in lines[:12] if "from user code" not in line)[:1500]
-    return (
-        f"the forward of {type(model).__name__} could not be captured as one graph.\n{reason}\n"
-        f"The line of the model is:\n  {where}\n"
-        "Rewrite that line so that it does not depend on the values of tensors and calls nothing outside "
-        "PyTorch, or train the model unstreamed: streambp_fx.restore(model)."
-    )
+def _warn(text: str) -> None:
+    warnings.warn(text, StreamBPWarning, stacklevel=4)

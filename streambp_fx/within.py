@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as modules
 from transformers import PreTrainedModel
 
 from .plain_forms import has_plain_form
+
+
+def caller_of_forward() -> nn.Module | None:
+    """The module that is called, if `nn.Module` itself calls the function that asks, as the module's forward.
+
+    A forward in the attributes of a module is given no module: a shallow copy of the module has it as well.
+    """
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_globals is vars(modules) else None
+
+
+def is_of_transformers(model: nn.Module, forward: Any) -> bool:
+    """True for a model of transformers, or one in an adapter, with a forward of theirs: arguments that are
+    called as in transformers mean the same in it. What others mean by them is theirs.
+    """
+    adapted = getattr(model, "get_base_model", None)
+    base = adapted() if adapted is not None and hasattr(model, "peft_config") else model
+    theirs = ("transformers.", "peft.")
+    forwards = (forward, base.forward)
+    return isinstance(base, PreTrainedModel) and all(f.__module__.startswith(theirs) for f in forwards)
 
 
 def models_within(model: nn.Module) -> list[nn.Module]:

@@ -69,7 +69,7 @@ class LazyTensor(torch.Tensor):
         return made
 
     def read(self) -> Tensor:
-        """The value, as an ordinary tensor whose gradient goes through this one. See NOTE [reading in order]."""
+        """The value, an ordinary tensor whose gradient goes through this one. NOTE [reading in order]."""
         value = self.computed()
         (source, self._source), (derived, self._derived) = (self._source, None), (self._derived, [])
         for lazy in (source, *(reference() for reference in derived)):

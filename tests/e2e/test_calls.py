@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
+import functools
+import inspect
+import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from adversaries.situations import plain
 from e2e_adversary import DOORS, Record, compare, our_warnings, streamed, tokens
 from e2e_check import assert_streamed
-from e2e_models import sample
-from e2e_subject import VOCAB, WIDTH, Subject
+from e2e_models import build, sample
+from e2e_subject import VOCAB, WIDTH, Subject, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForTokenClassification
+from transformers.modeling_outputs import CausalLMOutput
 
 import streambp_fx
 
@@ -229,6 +237,268 @@ def test_scores_of_a_classifier_stay() -> None:
     labels = torch.rand(2, 4).double()
     _, warned = exact(Scores, steps(lambda f, ids: f(ids, labels)), "transform")
     assert all("unchunked" in text for text in warned)
+
+
+# ---- what is returned
+
+
+class Labelled(Subject):
+    """Logits as wide as the table of its tokens, in an output of `kind`."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embed(input_ids)
+        logits = self.head(x + self.attend(self.norm(x)))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return self.kind(loss, logits)
+
+
+@dataclasses.dataclass
+class Halved:
+    loss: Tensor
+    logits: Any
+    halves: int = dataclasses.field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        self.loss = self.loss / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    loss: Tensor
+    logits: Any
+
+
+class Renamed(dict):
+    def __init__(self, loss: Tensor, scores: Tensor) -> None:
+        super().__init__(loss=loss, logits=scores)
+
+
+class Plain:
+    def __init__(self, loss: Tensor, logits: Tensor) -> None:
+        self.loss, self.logits = loss, logits
+
+
+class ReadOnly:
+    def __init__(self, loss: Tensor, scores: Tensor) -> None:
+        self.loss, self.scores = loss, scores
+
+    @property
+    def logits(self) -> Tensor:
+        return self.scores
+
+
+class Named(NamedTuple):
+    loss: Tensor
+    logits: Any
+
+
+OUTPUTS: dict[str, Callable[..., Any]] = {
+    "a dictionary": lambda loss, logits: {"loss": loss, "logits": logits},
+    "of transformers": lambda loss, logits: CausalLMOutput(loss=loss, logits=logits),
+    "a dictionary with a default": lambda loss, logits: defaultdict(list, loss=loss, logits=logits),
+    "a dictionary of its own": Renamed,
+    "an object": Plain,
+    "a tuple": lambda loss, logits: (loss, logits),
+    "a named tuple": Named,
+    "made by its constructor": Halved,
+    "frozen": Frozen,
+    "read only": ReadOnly,
+}
+
+
+def part(output: Any, name: str) -> Any:
+    if type(output) is tuple:
+        return output[name == "logits"]
+    return output[name] if isinstance(output, dict) else getattr(output, name)
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_without_logits_are_what_they_are(kind: str) -> None:
+    eager = Labelled(OUTPUTS[kind])
+    model = streambp_fx.transform(copy.deepcopy(eager), **OPTIONS)
+    torch._dynamo.reset()
+    for length in (33, 20):
+        want, got = (m(tokens(2, length), tokens(2, length)) for m in (eager, model))
+        assert type(got) is type(want)
+        torch.testing.assert_close(part(got, "loss"), part(want, "loss"))
+        if kind == "read only":
+            torch.testing.assert_close(part(got, "logits") + 0, part(want, "logits"))
+        else:
+            assert part(got, "logits") is None
+        for name in ("halves", "default_factory"):
+            assert getattr(got, name, None) == getattr(want, name, None)
+        if isinstance(want, dict):
+            assert set(got) | {"logits"} == set(want)
+    assert_streamed(model)
+
+
+@pytest.mark.parametrize("labels", [2, 5, 40])
+def test_scores_of_tokens_stay(labels: int) -> None:
+    """Also where there are as many as types of tokens, and where they are wider than the model."""
+    config = BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_labels=labels,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch._dynamo.reset()
+    eager = BertForTokenClassification(config).double().train()
+    eager.dropout.p = 0.0
+    model = streambp_fx.transform(copy.deepcopy(eager), **OPTIONS)
+    ids = tokens(2, 33)
+    want, got = (m(input_ids=ids, labels=ids % labels) for m in (eager, model))
+    torch.testing.assert_close(got.logits + 0, want.logits)
+    (want.loss + want.logits.square().mean()).backward()
+    (got.loss + got.logits.square().mean()).backward()
+    torch.testing.assert_close(model.classifier.weight.grad, eager.classifier.weight.grad)
+
+
+# ---- a model of transformers in another
+
+
+class Around(nn.Module):
+    """Arguments that are called as in transformers, and mean something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = build("llama", num_hidden_layers=1).double()
+        self.config = self.lm.config
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        use_cache: Any = None,
+        num_items_in_batch: int = 1,
+        **more: Any,
+    ) -> Any:
+        hidden = self.lm.model(input_ids).last_hidden_state
+        loss = F.cross_entropy(self.lm.lm_head(hidden).flatten(0, 1), labels.flatten())
+        weights = torch.ones(num_items_in_batch) if num_items_in_batch > 2 else torch.ones(2)
+        return loss * (3 if use_cache is None else 1) * weights.sum() * (1 + len(more))
+
+
+def test_arguments_of_a_model_around_one_of_transformers() -> None:
+    run = steps(
+        lambda f, ids: f(ids, ids),
+        lambda f, ids: f(ids, ids, num_items_in_batch=5),
+        lambda f, ids: f(ids, ids, use_cache=False),
+    )
+    exact(Around, run, "transform")
+
+
+# ---- numbers
+
+
+def test_whole_numbers_of_numpy() -> None:
+    class Last(Subject):
+        def forward(self, input_ids: Tensor, last: Any) -> Any:
+            x = self.embed(input_ids)
+            x = x + self.attend(self.norm(x))
+            return F.cross_entropy(self.head(x)[:, -last:].flatten(0, 1), input_ids[:, -last:].flatten())
+
+    counts = (numpy.int64(7), numpy.int32(5), 7)
+    exact(Last, steps(*(lambda f, ids, n=n: f(ids, n) for n in counts)), "transform")
+
+
+@pytest.mark.parametrize("what", ["argument", "attribute"])
+def test_more_values_than_graphs_are_kept_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["streambp_fx.transform"], "RECOMPILE_LIMIT", 2)
+
+    class Weighted(Subject):
+        weight = 1.0
+
+        def forward(self, input_ids: Tensor, weight: float = 1.0) -> Any:
+            x = self.embed(input_ids)
+            return token_loss(self, x + self.attend(self.norm(x)), input_ids) * weight * self.weight
+
+    def run(m: Any, call: Any, record: Record) -> None:
+        for weight in (0.1, 0.2, 0.3, 0.4, 0.1):
+            m.weight = weight if what == "attribute" else 1.0
+            record.step(m, call, tokens(2, 33), weight if what == "argument" else 1.0)
+
+    _, warned = exact(Weighted, run, "transform")
+    assert len(warned) == 2 and all("2 graphs" in text and "unstreamed" in text for text in warned)
+
+
+# ---- copies and wrappers
+
+
+def replica(model: Any) -> Any:
+    made = model._replicate_for_data_parallel()
+    made._parameters = dict(model._parameters)
+    return made
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, replica])
+def test_a_shallow_copy_runs_its_own_forward(copied: Callable[[Any], Any], hooked: bool) -> None:
+    def run(m: Any, call: Any, record: Record) -> None:
+        record.step(m, call, tokens(2, 33))
+        other = copied(m)
+        other._modules = {**m._modules, "lin": m.lin2}
+        if hooked:
+            other._forward_pre_hooks = type(m._forward_pre_hooks)({0: lambda module, args: None})
+        record.step(other, other, tokens(2, 33))
+        with torch.no_grad():
+            record("without gradients", other(tokens(2, 33)))
+        if call is m and hasattr(m.forward, "options"):
+            streambp_fx.transform(other, **OPTIONS)
+        record.step(other, other, tokens(2, 20))
+        streambp_fx.restore(other)
+        record.step(other, other, tokens(2, 20))
+        record.step(m, call, tokens(2, 20))
+
+    model, warned = exact(lambda: Subject(plain), run, "transform")
+    assert_streamed(model)
+    assert len(warned) == 1 and "shallow copy" in warned[0]
+
+
+def test_a_shallow_copy_of_a_restored_model() -> None:
+    def run(m: Any, call: Any, record: Record) -> None:
+        other = copy.copy(m)
+        other._modules = {**m._modules, "lin": m.lin2}
+        streambp_fx.restore(m)
+        record.step(other, other, tokens(2, 33))
+
+    exact(lambda: Subject(plain), run, "transform")
+
+
+def test_a_wrapper_that_binds_the_model() -> None:
+    """It says that it wraps the function of the class, whose signature has the model as well."""
+
+    class Wrapped(Subject):
+        def __init__(self) -> None:
+            super().__init__(plain)
+            self.forward = functools.wraps(Subject.forward)(lambda *args: Subject.forward(self, *args) * 2)
+
+    torch._dynamo.reset()
+    eager, model = Wrapped(), streambp_fx.transform(Wrapped(), **OPTIONS)
+    want, got = eager(tokens(2, 33)), model(tokens(2, 33))
+    torch.testing.assert_close(got, want)
+    assert_streamed(model)
+
+
+def test_arguments_that_fit_no_signature_are_warned_of() -> None:
+    class Wrapped(Subject):
+        def __init__(self) -> None:
+            super().__init__(plain)
+            self.forward = lambda input_ids, extra=None: Subject.forward(self, input_ids)
+            self.forward.__signature__ = inspect.Signature(
+                [inspect.Parameter("input_ids", inspect.Parameter.KEYWORD_ONLY)]
+            )
+
+    model = streambp_fx.transform(Wrapped(), **OPTIONS)
+    with pytest.warns(streambp_fx.StreamBPWarning, match="do not fit"):
+        model(tokens(2, 33)).backward()
 
 
 def test_arguments_that_do_not_fit_are_the_models_own_error() -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, grads, in_double
 from e2e_models import CHUNK, build, plain, sample
+from e2e_subject import Subject
 from streambp_fx.passes.tracing import trace
 from torch.fx import Tracer, _symbolic_trace
 
 import streambp_fx
+from streambp_fx.transform import _resting
 
 LLAMA = functools.partial(build, "llama", num_hidden_layers=1)
 LENGTHS = (33, 41)
@@ -106,3 +108,32 @@ def test_traces_of_many_threads_stay_apart() -> None:
 
     in_threads(*(functools.partial(job, k) for k in range(4)))
     assert not _symbolic_trace._is_fx_tracing_flag
+
+
+def test_many_threads_transform_and_ask() -> None:
+    def job() -> None:
+        for _ in range(100):
+            model = streambp_fx.transform(Subject())
+            assert streambp_fx.schedule(model) is None
+            streambp_fx.restore(model)
+
+    in_threads(*[job] * 4)
+
+
+def test_an_unstreamed_step_leaves_the_models_of_other_threads_streamed() -> None:
+    """What is within a model that runs unstreamed rests in that call only."""
+    model = LLAMA()
+    streambp_fx.transform(model, chunk=CHUNK)
+    backbone = model.model.forward
+    seen: list[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.append(backbone in _resting.get())
+        other = threading.Thread(target=lambda: seen.append(backbone in _resting.get()))
+        other.start()
+        other.join()
+
+    model.model.layers[0].register_forward_hook(look)
+    with pytest.warns(streambp_fx.StreamBPWarning, match="unstreamed"):
+        model(**plain(2, 33), output_hidden_states=True)
+    assert seen == [True, False] and backbone not in _resting.get() and backbone.active
