@@ -45,6 +45,19 @@ OFTEN: dict[str, str] = {
     "in place: masked fill through heads": "transform",
     "attention: triu in place": "transform",
     "scores: masked_fill of a huge number": "compile",
+    "scores: turned, filled with zeros": "compile",
+    "scores: masks of heads that change places": "transform",
+    "in place: part of a detached name": "compile",
+    "in place: zeros given a gradient by another name": "compile",
+    "functions: gradient of a weight, signed": "compile",
+    "functions: gradient of a weight, through": "transform",
+    "random: noise of a custom function on a weight": "compile",
+    "random: dropout of all rows": "compile",
+    "gradients: by its shape": "compile",
+    "gradients: the first of two outputs by rows": "transform",
+    "buffers: a log": "compile",
+    "losses: cross entropy, smoothing and ignore_index 0, rows": "compile",
+    "losses: probabilities as targets, none, classes second": "transform",
 }
 
 

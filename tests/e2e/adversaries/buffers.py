@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from e2e_adversary import WHATEVER, Cases, Record, tokens
-from e2e_subject import NEVER, WIDTH, Subject, later, token_loss
+from e2e_subject import NEVER, VOCAB, WIDTH, Subject, heads, joined, later, token_loss
 from torch import Tensor, nn
 
 CASES = Cases("buffers")
@@ -319,3 +319,58 @@ def a_buffer_changed_by_the_user(m: Subject, call: Any, record: Record) -> None:
         m.offset.mul_(-1)
     m.offset = torch.ones_like(m.offset)
     record.step(m, call, tokens(2, 33))
+
+
+# ---- what is done beside the computing of values
+
+
+@CASES.scenario(
+    WHATEVER, block=lambda m, x, ids: (torch._assert_async((ids < 18).all(), "too large"), x + m.lin(x))[1]
+)
+def an_assertion(m: Any, call: Any, record: Record) -> None:
+    record.step(m, call, tokens(2, 33).clamp_max(17))
+    try:
+        call(torch.full((2, 33), 18))
+    except RuntimeError:
+        record("raised", True)
+
+
+LOGGED: list[float] = []
+
+
+@torch.library.custom_op("streambp_tests::log", mutates_args=())
+def log_op(x: Tensor) -> None:
+    LOGGED.append(float(x.sum()))
+
+
+log_op.register_fake(lambda x: None)
+
+
+@CASES.scenario(WHATEVER, block=lambda m, x, ids: (log_op(m.lin(x).detach()), x + m.lin(x))[1])
+def a_log(m: Any, call: Any, record: Record) -> None:
+    LOGGED.clear()
+    record.step(m, call, tokens(2, 33))
+    record("logged", list(LOGGED))
+
+
+@CASES.block(WHATEVER)
+def a_branch_by_data(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + torch.cond(ids.sum() > 0, lambda y: m.lin(y), lambda y: m.lin2(y), (x,))
+
+
+@CASES.block(WHATEVER, parts=lambda: {"count": torch.zeros(WIDTH)})
+def a_running_mean_of_hidden_states(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """The buffer is another tensor after each step; its memory of the step is not kept."""
+    h = m.lin(x)
+    m.count = 0.9 * m.count + h.detach().mean((0, 1))
+    return x + h - m.count
+
+
+@CASES.block(WHATEVER, parts=lambda: {"bn": nn.BatchNorm2d(3)})
+def batch_norm_of_heads(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return x + joined(m.bn(heads(m.lin(x))))
+
+
+@CASES.block(WHATEVER, parts=lambda: {"embed2": nn.Embedding(VOCAB, WIDTH, max_norm=0.5)})
+def an_embedding_of_bounded_norm(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.lin(m.embed2(ids)) + F.embedding(ids, m.table, max_norm=1.0)

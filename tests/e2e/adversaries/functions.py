@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from e2e_adversary import WHATEVER, Cases
 from torch import Tensor
 
@@ -71,3 +72,49 @@ class OfAWeight(torch.autograd.Function):
 for _function in (Doubled, Reversed, NormedGradient, InPlace):
     CASES.block(WHATEVER, name=_function.__name__)(lambda m, x, ids, f=_function: x + f.apply(m.lin(x)))
 CASES.block(WHATEVER, name="OfAWeight")(lambda m, x, ids: x + OfAWeight.apply(x, m.lin.weight))
+
+
+class Changed(torch.autograd.Function):
+    """A function of a weight, with a backward that is linear in the gradient or not."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, change: str) -> Tensor:
+        ctx.change = change
+        ctx.save_for_backward(w)
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (w,) = ctx.saved_tensors
+        made = {
+            "clipped": lambda: g.clamp(-1e-3, 1e-3),
+            "signed": lambda: g.sign(),
+            "normed": lambda: g / g.norm(),
+            "shifted": lambda: g + 1,
+            "through": lambda: g * (w.abs() < 1),
+            "filled": lambda: g.masked_fill(w.abs() > 1, 0) / 3,
+        }
+        return made[ctx.change](), None
+
+
+for _change in ("clipped", "signed", "normed", "shifted", "through", "filled"):
+    CASES.block(WHATEVER, name=f"gradient of a weight, {_change}")(
+        lambda m, x, ids, how=_change: (
+            x + F.linear(x, Changed.apply(m.lin.weight, how)) + m.lin2(x) * Changed.apply(m.scale, how)
+        )
+    )
+
+
+class Nothing(torch.autograd.Function):
+    """Its second operand gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        return x + w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+CASES.block(WHATEVER, name="no gradient for a weight")(lambda m, x, ids: x + Nothing.apply(m.lin(x), m.scale))

@@ -54,6 +54,13 @@ def with_values(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
     return {"loss": token_loss(m, x, ids), "value": m.value(x)[..., 0]}  # type: ignore[operator]
 
 
+@outputs(("a",), "the first of two outputs by rows", WHATEVER)
+@outputs(("b",), "the second of two outputs by rows", WHATEVER)
+def with_two_rows(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    both = m.lin(x) * m.lin2(x)
+    return {"a": m.value(x) + both, "b": m.head2(x).tanh() + m.lin2(x).sum(-1, True)}  # type: ignore[operator]
+
+
 @outputs(("pooled",), "a pooled output alone", WHATEVER)
 @outputs(("loss",), "a loss beside a pooled output", WHATEVER)
 def with_pooled(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
@@ -102,6 +109,12 @@ def used_without_grad(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 def only_by_its_sign(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """Ops that have no derivative: eager gives zeros, or None where the graph ends."""
     return x * m.lin(x).sign() + (m.lin2(x) > 0).to(x.dtype) * m.scale
+
+
+@CASES.block()
+def by_its_shape(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Ops that give an operand no gradient: eager leaves its parameters None."""
+    return x.view_as(m.lin(x)) + torch.zeros_like(m.lin2(x)) + x.expand_as(m.q(x)) * x.type_as(m.unused(x))
 
 
 @CASES.block()

@@ -374,3 +374,50 @@ def parts_of_a_view_changed_in_turn(m: Subject, x: Tensor, ids: Tensor) -> Tenso
     c.add_(b)
     a.sub_(c)
     return x + h * m.scale
+
+
+# ---- other names of the memory, of which autograd does not know
+
+
+@CASES.block(WHATEVER)
+def detached_name_given_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = m.lin(x)
+    h.detach().copy_(m.lin2(x))
+    return x + h * m.scale
+
+
+@CASES.block(WHATEVER)
+def part_of_a_detached_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = m.lin(x)
+    h.detach()[..., :3].mul_(m.scale[:3])
+    return x + h * m.scale
+
+
+@CASES.block(WHATEVER)
+def data_given_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = m.lin(x)
+    h.data[..., 0] = m.lin2(x)[..., 1]
+    return x + h * m.scale
+
+
+@CASES.block(WHATEVER)
+def zeros_given_a_gradient_by_another_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    z = torch.zeros_like(x.detach())
+    y = z.detach()
+    y.copy_(m.lin(x))
+    return x + z * m.scale + y
+
+
+@CASES.block(WHATEVER)
+def weight_changed_by_a_detached_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    w = m.lin.weight * 1.0
+    w.detach().mul_(m.scale)
+    return x + F.linear(x, w)
+
+
+@CASES.block()
+def data_read_after_a_change(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = m.lin(x)
+    v, w = h.data, h.detach().view(-1)
+    h.mul_(0.5)
+    return x + h.sin() + v * m.scale + w.view(x.shape) * m.scale

@@ -5,6 +5,8 @@ What is drawn for a parameter is drawn once a step: where that is all, any chunk
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from e2e_adversary import WHATEVER, Cases, Record, tokens
@@ -296,3 +298,60 @@ def the_generator_is_left_alone(m: Subject, call: object, record: Record) -> Non
         torch.manual_seed(length)
         record.step(m, call, tokens(2, length))  # type: ignore[arg-type]
         record("random numbers", torch.rand(3))
+
+
+# ---- ops of which PyTorch does not say that they draw
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise)
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0]
+
+
+@torch.library.custom_op("streambp_tests::noise", mutates_args=())
+def noise_op(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+noise_op.register_fake(torch.empty_like)
+
+
+@CASES.block(want=WHATEVER, **ROWS)
+def noise_of_a_custom_function(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + Noisy.apply(m.lin(x)).tanh()
+
+
+@CASES.block(want=WHATEVER, **ROWS)
+def noise_of_a_custom_function_on_a_weight(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + F.linear(x, Noisy.apply(m.lin.weight))
+
+
+@CASES.block(want=WHATEVER, **ROWS)
+def noise_of_a_custom_op(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.lin(x) * noise_op(m.lin2(x).detach())
+
+
+@CASES.block(want=WHATEVER, **ROWS)
+def noise_of_a_custom_op_on_a_weight(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + F.linear(x, m.lin.weight * noise_op(m.lin.weight.detach()))
+
+
+@CASES.block(want=WHATEVER, **ROWS)
+def dropout_of_all_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Attention that reads all rows: queries and keys are made by different programs."""
+    q, k = heads(m.q(F.dropout(x, 0.2))), heads(F.dropout(m.lin(x), 0.3))
+    return x + joined(F.scaled_dot_product_attention(q, k, heads(m.v(x))))
+
+
+@CASES.block()
+def dropout_of_everything(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = heads(m.lin(x)), heads(m.lin2(x)), heads(m.v(x))
+    y = joined(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=1.0))
+    return x + F.dropout(m.lin(x), 1.0) + y

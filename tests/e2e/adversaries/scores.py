@@ -324,3 +324,57 @@ def _relative(m: Subject, x: Tensor) -> Tensor:
     r = heads(m.lin(x)) @ m.table[:length, :4].flip(0).T
     padded = F.pad(r, (1, 0)).view(*r.shape[:2], length + 1, length)
     return padded[:, :, 1:].reshape(r.shape)
+
+
+# ---- columns before rows, and heads that have changed places: a mask that is met there is read another way
+
+
+def turned(weights: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Subject, Tensor, Tensor], Tensor]:
+    """A block whose weights are made of scores of (columns, rows)."""
+
+    def block(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+        return x + m.weighted(x, weights(m.scores(x).mT, later(x)).mT)
+
+    return block
+
+
+for _name, _weights in {
+    "turned, filled with a huge number": lambda s, hidden: s.masked_fill(hidden, HUGE).softmax(-2),
+    "turned, filled the right way": lambda s, hidden: s.masked_fill(hidden.mT, HUGE).softmax(-2),
+    "turned, filled with zeros": lambda s, hidden: s.masked_fill(hidden, 0.0) * 0.1,
+    "turned, times a mask": lambda s, hidden: s * ~hidden * 0.1,
+    "turned, chosen": lambda s, hidden: torch.where(hidden, NEVER, s).sigmoid() * 0.1,
+}.items():
+    CASES.block(WHATEVER, name=_name)(turned(_weights))
+
+
+@CASES.block(WHATEVER)
+def masks_of_heads_that_change_places(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Two masks, each for some of (2, 2) heads, which are transposed in between."""
+    b, t, _ = x.shape
+    q, k, v = (p(x).view(b, t, 4, 3).transpose(1, 2) for p in (m.lin, m.lin2, m.v))
+    head = torch.arange(2)[:, None, None, None]
+    s = (q @ k.mT).view(b, 2, 2, t, t).masked_fill(later(x) & (head == 1), NEVER)
+    s = s.transpose(1, 2).masked_fill(later(x) & (head != 1), NEVER)
+    return x + (s.softmax(-1).reshape(b, 4, t, t) @ v).transpose(1, 2).reshape(x.shape)
+
+
+@CASES.block(WHATEVER)
+def complex_scores(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k = (torch.view_as_complex(heads(p(x)).unflatten(-1, (-1, 2))) for p in (m.lin, m.lin2))
+    s = q @ k.mT
+    s = torch.where(later(x), torch.zeros((), dtype=s.dtype), s)
+    return x + m.weighted(x, s.real * 0.1)
+
+
+@CASES.block(WHATEVER)
+def one_more_column(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    s = m.scores(x).masked_fill(later(x), NEVER)
+    return x + m.weighted(x, F.pad(s, (1, 0)).softmax(-1)[..., 1:])
+
+
+@CASES.block(WHATEVER)
+def fewer_heads_and_padded(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    s = m.scores(x).masked_fill(later(x), NEVER)[:, 1:]
+    y = s.softmax(-1) @ heads(m.v(x))[:, 1:]
+    return x + F.pad(y, (0, 0, 0, 0, 1, 0)).transpose(1, 2).flatten(2)
