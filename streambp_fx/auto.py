@@ -19,6 +19,7 @@ from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.ir import Facts
 from .passes.policy import Policy, candidates
 from .runtime.executor import Executor, tokens_of
+from .runtime.kinds import StepKind
 from .runtime.padding import Padding
 from .runtime.written import WrittenInputs
 
@@ -103,9 +104,10 @@ class AutoExecutor:
         """Tokens of a sequence."""
         return self.executors[self.policies[0]].tokens(inputs)
 
-    def __call__(self, *inputs: Any) -> list[Any]:
+    def __call__(self, *inputs: Any, first: Callable[[StepKind], None] | None = None) -> list[Any]:
+        """Run a step; `first` as in `Executor`."""
         found = self.choice(inputs)
-        return self.storing(found.policy)(*inputs, rows=found.rows, loss_rows=found.loss_rows)
+        return self.storing(found.policy)(*inputs, rows=found.rows, loss_rows=found.loss_rows, first=first)
 
     def choice(self, inputs: Sequence[Any]) -> Choice:
         """What is chosen for inputs of the graph, parameters among them."""

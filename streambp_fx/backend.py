@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import warnings
@@ -17,8 +18,8 @@ import torch
 from torch.fx import GraphModule
 
 from .auto import AutoExecutor
+from .checking.record import Record
 from .checking.self_check import self_check
-from .checking.short import ROWS
 from .dynamic import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
 from .hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
@@ -31,15 +32,17 @@ from .passes.ir import Facts
 from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
 from .passes.vjp import without_saved_tensors_hooks
 from .progress import announced
+from .registry import Registry
 from .runtime.common import FALL_BACK, REPORT, compile_error
 from .runtime.executor import Executor
+from .runtime.kinds import StepKind
 from .schedule import Schedule
 
 log = logging.getLogger(__name__)
 Report = Callable[[Schedule], None]
 # NOTE [finding schedules]: what Dynamo compiled belongs to Dynamo. `schedule(model)` finds it again by the
 # model's parameters; nothing is kept alive by this set, and nothing is decided by it.
-_compiled: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+_compiled: Registry[CompiledGraph] = Registry()
 # What compiled graphs run in: a memory meter, which Dynamo would refuse around the call from outside.
 around: ContextVar[Callable[[], contextlib.AbstractContextManager[Any]]] = ContextVar(
     "streambp_around", default=contextlib.nullcontext
@@ -145,8 +148,7 @@ class CompiledGraph:
         self.unstreamed: dict[tuple[int, ...], Unstreamed] = {}
         self.places = where_read(module, list(lengths.values))
         self.schedules: list[Schedule] = []
-        # Of each version its schedule, and tokens of the short sequence on which it was checked; 0: not yet.
-        self.checks: dict[Executor | AutoExecutor, tuple[Schedule, int]] = {}
+        self.checks: dict[Executor | AutoExecutor, Record] = {}
         self.lock = threading.RLock()
         self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
         self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths)]
@@ -167,34 +169,33 @@ class CompiledGraph:
             _warn(f"{hook} {MAY_CHANGE}: this step runs unstreamed")
             return self.module(*inputs)
         try:
-            with without_saved_tensors_hooks():
-                self._check(version, inputs)
             with around.get()():
-                return version(*inputs)
+                if isinstance(version, Unstreamed):
+                    return version(*inputs)
+                checked = torch.is_grad_enabled() and self.options.check != "never"
+                first = functools.partial(self._check, version, inputs) if checked else None
+                return version(*inputs, first=first)
         except CompileError as error:
             position = self.versions.index(version)
             self.versions[position] = self._unstreamed(error)
             return self.versions[position](*inputs)
 
-    def _check(self, version: Executor | AutoExecutor | Unstreamed, inputs: Sequence[Any]) -> None:
-        """Before the first result of a version in training: is it right on a short sequence?
+    def _check(self, version: Executor | AutoExecutor, inputs: Sequence[Any], kind: StepKind) -> None:
+        """Before the first result of a kind of step in training: is it right on a short sequence?
 
         It is checked again if the first sequence was shorter than that, and another is twice as long.
 
         Raises:
             CompileError: it is not.
         """
-        if isinstance(version, Unstreamed) or not torch.is_grad_enabled() or self.options.check == "never":
-            return
-        with self.lock:
-            schedule, rows = self.checks[version]
-            tokens = version.tokens(inputs)
-            enough = rows >= min(ROWS, tokens // 2 + 1)
-            if self.options.check == "first" and rows and enough:
+        with self.lock, without_saved_tensors_hooks():
+            record, tokens = self.checks[version], version.tokens(inputs)
+            if self.options.check == "first" and record.has(kind, tokens):
                 return
-            found = schedule.check = self_check(self.module, version, inputs)
-            self.checks[version] = schedule, min(tokens, ROWS)
-        if self.report is not None and not rows:
+            is_first, schedule = not record.ways, record.schedule
+            found = self_check(self.module, version, inputs, kind, record.missing(tokens))
+            record.note(kind, tokens, found)
+        if self.report is not None and is_first:
             self.report(schedule)
         for line in found.lines():
             log.info("%s (%.1f s)", line, found.seconds)
@@ -257,7 +258,7 @@ class CompiledGraph:
         if facts.segments:
             executor = self._executor(facts, schedule)
             schedule.sweeps, schedule.executor = executor.sweeps, executor
-            self.checks[executor] = schedule, 0
+            self.checks[executor] = Record(schedule)
         self.schedules.append(schedule)
         if self.report is not None:
             self.report(schedule)

@@ -103,7 +103,7 @@ class _Trial:
                 self._evaluate(node)
 
     def _step(self, sizes: Sizes) -> Step:
-        step = self.executor._step(self.sizes, sizes.chunk, sizes.chunk)
+        step = self.executor._step(self.sizes, sizes.chunk, sizes.loss_chunk)
         questions = Questions()
         self.executor.asked.ask(questions, lambda n: self.executor.value(n, self.values, self.sizes))
         step.plain, step.full = self.executor.asked.plain(questions), self.executor.asked.full(questions)

@@ -33,8 +33,10 @@ ATTENTIONS = {functional.scaled_dot_product_attention, aten.scaled_dot_product_a
 
 
 @contextlib.contextmanager
-def comparable(facts: Facts, devices: set[torch.device]) -> Iterator[None]:
+def comparable(facts: Facts, devices: set[torch.device]) -> Iterator[Drawing]:
     """Within: dropout drops nothing, random ops draw what their arguments say, and no other mode is active.
+
+    What it yields switches that off for a while.
 
     Args:
         facts: of the graph that is run.
@@ -44,10 +46,27 @@ def comparable(facts: Facts, devices: set[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.random.fork_rng(devices=cuda))
+        drawing = Drawing()
         if any(_may_draw(n) for n in facts.nodes):
-            stack.enter_context(_NoDropout())
-            stack.enter_context(_Seeded())
-        yield
+            stack.enter_context(_NoDropout(drawing))
+            stack.enter_context(_Seeded(drawing))
+        yield drawing
+
+
+class Drawing:
+    """If random numbers are drawn as in any step."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within: they are."""
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
 
 
 def _may_draw(node: Node) -> bool:
@@ -58,8 +77,14 @@ def _may_draw(node: Node) -> bool:
 class _NoDropout(TorchFunctionMode):
     """Dropout is the identity, and attention drops nothing."""
 
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self.drawing = drawing
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if self.drawing.on:
+            return func(*args, **kwargs)
         if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in ATTENTIONS:
@@ -73,8 +98,14 @@ class _Seeded(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self.drawing = drawing
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.drawing.on:
+            return func(*args, **kwargs)
         if func is torch.ops.streambp_fx.dropout_mask.default and not isinstance(args[0], FakeTensor):
             return torch.ones_like(args[0])
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):

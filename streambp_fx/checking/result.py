@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from ..runtime.kinds import StepKind
+
+# In what is left out: it is of some kind of step.
+OF_KINDS = "no short step is of that kind"
 
 
 @dataclass(frozen=True)
@@ -14,7 +20,7 @@ class SelfCheck:
         status: "agrees", "differs" (the graph then runs unstreamed) or "unchecked".
         rows: tokens of the short sequence.
         samples: sequences of the short batch; None where the graph has no batch size.
-        chunk: rows of a chunk, of a layer and of the loss head, at most.
+        chunk: rows of a chunk of a layer; those of the loss head have no more than 8 either.
         difference: the largest relative difference in the L2 norm, of outputs and of gradients.
         reason: why it is unchecked, or what differs.
         segment: index of the first segment that differs, or None.
@@ -22,6 +28,8 @@ class SelfCheck:
         line: the model's source line of that op, or None.
         left_out: what was not checked beside the rest.
         seconds: that it took.
+        kind: of the short step; None if there was none.
+        others: what was found of other kinds of steps, later: in the words of the kind, and the check.
     """
 
     status: str
@@ -35,6 +43,8 @@ class SelfCheck:
     line: str | None = None
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
+    kind: StepKind | None = dataclasses.field(default=None, repr=False, compare=False)
+    others: tuple[tuple[str, SelfCheck], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -48,7 +58,17 @@ class SelfCheck:
             return
         found = f"agrees to {self.difference:.0e}" if self.ok else f"DIFFERS: {self.reason}"
         yield f"checked against the uncompiled graph: {self.rows} rows, chunk {self.chunk}: {found}"
+        for words, other in self.others:
+            yield from other._as_other(words)
         yield from (f"unchecked: {text}" for text in self.left_out)
+
+    def _as_other(self, words: str) -> Iterator[str]:
+        """What is said of another kind of step."""
+        if self.status == "unchecked":
+            yield f"unchecked: steps with {words}: {self.reason}"
+        else:
+            yield f"checked as well: steps with {words}: agrees to {self.difference:.0e}"
+            yield from (f"unchecked: {text}" for text in self.left_out if OF_KINDS in text)
 
     def failure(self) -> str:
         """What a user is told if something differs: where, and how to report it."""

@@ -30,12 +30,16 @@ class Outcome:
         roots: positions of the outputs that were differentiated.
         gradients: by position of the input; None where autograd gives none.
         buffers: inputs that the step has changed, by position.
+        whole: gradients that were wanted as they are, by position of the input.
+        value: the sum of what was differentiated, weighted with the cotangents.
     """
 
     outputs: list[Any] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
     gradients: dict[int, Sketch | None] = field(default_factory=dict)
     buffers: dict[int, Tensor] = field(default_factory=dict)
+    whole: dict[int, Tensor] = field(default_factory=dict)
+    value: float = 0.0
 
     @property
     def total(self) -> float:
@@ -55,6 +59,7 @@ def run(
     fixed: Collection[int] = (),
     skipped: Collection[int] = (),
     constant: Collection[int] = (),
+    wanted: Collection[int] | None = None,
 ) -> Outcome:
     """Run a step, forward and backward, and reduce its gradients as they come.
 
@@ -64,10 +69,12 @@ def run(
         fixed: positions of those that no step changes, of which no copy is made.
         skipped: positions of outputs that are not looked at.
         constant: positions of outputs that are not differentiated.
+        wanted: positions of the inputs whose gradients are kept as they are; None: of none. If it is empty
+            there is no backward.
     """
     found, given = Outcome(), [_own(v, k in fixed) for k, v in enumerate(inputs)]
     leaves = {k: v for k, v in enumerate(given) if isinstance(v, Tensor) and v.requires_grad}
-    with without_saved_tensors_hooks(), torch.enable_grad(), _reduced(leaves, found.gradients):
+    with without_saved_tensors_hooks(), torch.enable_grad(), _reduced(leaves, found, wanted or ()):
         results = list(call(*given))
         roots, cotangents = [], []
         for position, result in enumerate(results):
@@ -80,8 +87,10 @@ def run(
                 roots.append(get_gradient_edge(value))
                 found.roots.append(position)
                 cotangents.append(_cotangent(value, position))
+                found.value += _product(value, cotangents[-1])
         results.clear()
-        if roots:  # edges and not tensors: for those a mode for torch functions would be off in the backward
+        if roots and (wanted is None or wanted):
+            # edges and not tensors: for those a mode for torch functions would be off in the backward
             torch.autograd.backward(roots, cotangents)
     for position, (before, after) in enumerate(zip(inputs, given, strict=True)):
         if isinstance(before, Tensor) and position not in fixed and not torch.equal(before, after):
@@ -98,16 +107,18 @@ def _own(value: Any, fixed: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _reduced(leaves: dict[int, Tensor], found: dict[int, Sketch | None]) -> Iterator[None]:
+def _reduced(leaves: dict[int, Tensor], found: Outcome, wanted: Collection[int]) -> Iterator[None]:
     """Within: a gradient that has come is reduced and dropped."""
 
     def reduce(position: int, leaf: Tensor) -> None:
         if leaf.grad is None:
             return  # the hook is called as well where a step says that there is no gradient
-        found[position] = sketch(leaf.grad, position)
+        found.gradients[position] = sketch(leaf.grad, position)
+        if position in wanted:
+            found.whole[position] = leaf.grad
         leaf.grad = None
 
-    found.update(dict.fromkeys(leaves))
+    found.gradients.update(dict.fromkeys(leaves))
     handles = [
         leaf.register_post_accumulate_grad_hook(lambda t, k=position: reduce(k, t))
         for position, leaf in leaves.items()
@@ -117,6 +128,13 @@ def _reduced(leaves: dict[int, Tensor], found: dict[int, Sketch | None]) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+@torch.no_grad()
+def _product(value: Tensor, cotangent: Tensor) -> float:
+    """The real part of the sum of products."""
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    return float((value.to(wide) * cotangent.to(wide).conj()).sum().real)
 
 
 def _cotangent(value: Tensor, position: int) -> Tensor:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import logging
 import math
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,15 +30,19 @@ from torch.fx import GraphModule
 from ..auto import AutoExecutor
 from ..errors import StreamBPError
 from ..passes.batch import batch_size
+from ..passes.extract import is_random
 from ..passes.ir import Facts, tensors_of
 from ..passes.rules.asking import STRICT
 from ..runtime.executor import Executor
+from ..runtime.kinds import StepKind
 from .blame import Blame, blame
 from .claims import contradicted
-from .randomness import comparable
-from .result import SelfCheck
+from .drawn import CLEAR as SMOOTH
+from .drawn import Drawn, Trial
+from .randomness import Drawing, comparable
+from .result import OF_KINDS, SelfCheck
 from .runs import Difference, Noisy, Outcome, differences, run
-from .short import Cut, Sizes, candidates
+from .short import CHUNK, Cut, Sizes, candidates, wanted_rows
 
 log = logging.getLogger(__name__)
 # Relative differences that rounding may make, by dtype; above it, rounding is measured.
@@ -49,6 +55,9 @@ BEYOND = 2.0
 DEAF = 0.5
 # Short sizes on which running the captured graph is tried.
 TRIED = 4
+LAZY_LEFT_OUT = "gradients of logits that are computed when read: rows are left out"
+# What need not be checked of every kind of step: the claims, outputs that are computed when read, dropout.
+CLAIMS, LAZY, DROPOUT = PARTS = ("claims", "lazy", "dropout")
 
 
 class Unchecked(Exception):
@@ -67,13 +76,21 @@ def _strictly(error: Exception) -> None:
         raise CheckFault(f"{type(error).__name__}: {error}") from error
 
 
-def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> SelfCheck:
+def self_check(
+    module: GraphModule,
+    executor: Executor | AutoExecutor,
+    inputs: Sequence[Any],
+    kind: StepKind,
+    parts: Collection[str] = PARTS,
+) -> SelfCheck:
     """Check a compiled graph on a short sequence.
 
     Args:
         module: the Dynamo graph, which is what is meant.
         executor: what will run it.
         inputs: of the real step. Nothing about them changes.
+        kind: of the real step.
+        parts: what is checked beside a step of this kind, see `PARTS`.
 
     Returns:
         what was found; an error within the check itself is "unchecked", and is in the log.
@@ -83,8 +100,8 @@ def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: S
     """
     start = time.perf_counter()
     try:
-        with _apart(executor, inputs):
-            found = _Check(module, executor, inputs).result()
+        with _apart(executor, inputs) as drawing:
+            found = _Check(module, executor, inputs, kind, parts, drawing).result()
     except Unchecked as reason:
         found = SelfCheck("unchecked", reason=str(reason))
     except StreamBPError:
@@ -97,15 +114,15 @@ def self_check(module: GraphModule, executor: Executor | AutoExecutor, inputs: S
 
 
 @contextlib.contextmanager
-def _apart(executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> Iterator[None]:
+def _apart(executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> Iterator[Drawing]:
     """Within: nothing that a check does is seen outside of it."""
     executors = list(executor.executors.values()) if isinstance(executor, AutoExecutor) else [executor]
     largest = [(e, e.largest) for e in executors]
     devices = {v.device for v in inputs if isinstance(v, Tensor)}
     try:
-        with warnings.catch_warnings(), comparable(executor.facts, devices):
+        with warnings.catch_warnings(), comparable(executor.facts, devices) as drawing:
             warnings.simplefilter("ignore")
-            yield
+            yield drawing
     finally:
         for own, before in largest:
             own.largest = before
@@ -115,13 +132,22 @@ class _Check:
     """One check.
 
     Args:
-        module, executor, inputs: see `self_check`.
+        module, executor, inputs, kind, parts: see `self_check`.
+        drawing: switches dropout on.
     """
 
-    def __init__(self, module: GraphModule, executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> None:
-        self.module, self.inputs = module, inputs
-        policy = executor.choice(inputs).policy if isinstance(executor, AutoExecutor) else executor.policy
-        self.executor = executor.storing(policy)
+    def __init__(
+        self,
+        module: GraphModule,
+        executor: Executor | AutoExecutor,
+        inputs: Sequence[Any],
+        kind: StepKind,
+        parts: Collection[str],
+        drawing: Drawing,
+    ) -> None:
+        self.module, self.inputs, self.kind = module, inputs, kind
+        self.parts, self.drawing = parts, drawing
+        self.executor = executor.storing(kind.policy)
         self.facts: Facts = executor.facts
         real = self.executor.sizes(inputs)
         self.batch = batch_size(self.facts)
@@ -132,8 +158,9 @@ class _Check:
 
     def result(self) -> SelfCheck:
         sizes, given, expected = self._reference()
-        checked = SelfCheck("agrees", sizes.rows, sizes.samples, sizes.chunk)
-        for constant in self._rounds(expected):
+        kind = self._kind(sizes, given)
+        checked = SelfCheck("agrees", sizes.rows, sizes.samples, sizes.chunk, kind=kind)
+        for constant in self._rounds(expected, kind):
             try:
                 found = self._streamed(sizes, given, constant)
             except (StreamBPError, MemoryError, torch.OutOfMemoryError):
@@ -148,41 +175,74 @@ class _Check:
             checked = dataclasses.replace(checked, difference=max(worst, checked.difference))
             if wrong:
                 return self._failed(checked, self._words(wrong[0]), sizes, given)
-        claim = contradicted(self.facts, given, sizes)
+        claim = contradicted(self.facts, given, sizes) if CLAIMS in self.parts else None
         if claim is not None:
             return dataclasses.replace(checked, status="differs", **vars(claim))
-        return dataclasses.replace(checked, left_out=tuple(self._left_out(sizes)))
+        drawn = self._drawn(sizes, given)
+        if drawn.ok is False:
+            return dataclasses.replace(checked, status="differs", reason=f"with dropout, {drawn.reason}")
+        return dataclasses.replace(checked, left_out=tuple(self._left_out(sizes, kind, drawn)))
 
-    def _rounds(self, expected: Outcome) -> Iterator[frozenset[int]]:
-        """Outputs that are not differentiated: of all that can be, and of the loss among them alone."""
+    def _rounds(self, expected: Outcome, kind: StepKind | None) -> Iterator[frozenset[int]]:
+        """Outputs that are not differentiated: what is computed when read; all but the loss; none."""
         yield self.lazy
         losses = [k for k in expected.roots if expected.outputs[k].dim() == 0]
         if losses and len(expected.roots) > 1:
             yield frozenset(range(len(expected.outputs))) - {losses[0]}
+        if self.lazy and LAZY in self.parts and kind is not None and not kind.behind:
+            yield frozenset()
 
     # ---- the two runs
 
     def _reference(self) -> tuple[Sizes, list[Any], Outcome]:
         """Short sizes and inputs on which the captured graph has something finite to compare with."""
         reasons: list[str] = []
-        for sizes in self._sizes():
-            for redraw in (False, True):
-                try:
-                    given = self.cut.to(sizes, redraw)
-                    expected = run(self.module, given, self.fixed, constant=self.lazy)
-                except Exception as error:
-                    log.info("the captured graph does not run on %d rows", sizes.rows, exc_info=True)
-                    reasons.append(f"on {sizes.rows} rows it fails: {type(error).__name__}: {error}")
-                    break
-                if expected.usable:
-                    return sizes, given, expected
-                reasons.append(f"on {sizes.rows} rows its loss or gradient is not finite, or zero")
+        for sizes, given in self._givens():
+            try:
+                values = given()
+                expected = run(self.module, values, self.fixed, constant=self.lazy)
+            except Exception as error:
+                log.info("the captured graph does not run on %d rows", sizes.rows, exc_info=True)
+                reasons.append(f"on {sizes.rows} rows it fails: {type(error).__name__}: {error}")
+                continue
+            if expected.usable:
+                return sizes, values, expected
+            reasons.append(f"on {sizes.rows} rows its loss or gradient is not finite, or zero")
         raise Unchecked(reasons[0] if reasons else "its capture assumed sizes that no short sequence has")
+
+    def _givens(self) -> Iterator[tuple[Sizes, Callable[[], list[Any]]]]:
+        """Short sizes and inputs, the best first: such that the step is of the same kind."""
+        every = list(self._sizes())
+        best: tuple[Sizes, int | None] | None = None
+        for sizes, behind in itertools.product(every, (None, 2, CHUNK + 4)):
+            kind = self._kind(sizes, self._cut(sizes, behind))
+            if kind is not None and kind.covers(self.kind):
+                best = sizes, behind
+                break
+            if best is None and kind is not None and kind.way == self.kind.way:
+                best = sizes, behind
+        if best is not None and best != (every[0], None):
+            yield best[0], functools.partial(self._cut, *best)
+        for sizes in every:
+            for redraw in (False, True):
+                yield sizes, functools.partial(self.cut.to, sizes, redraw)
+
+    def _cut(self, sizes: Sizes, behind: int | None) -> list[Any]:
+        return self.cut.to(sizes, behind=behind)
+
+    def _kind(self, sizes: Sizes, given: Sequence[Any]) -> StepKind | None:
+        """The kind of the streamed short step; None if it fails."""
+        try:
+            return self.executor.kind(given, sizes.chunk, sizes.loss_chunk)
+        except Exception:
+            log.info("a short step cannot be prepared", exc_info=True)
+            return None
 
     def _sizes(self) -> Iterator[Sizes]:
         """Short sizes that the graph was captured for."""
         count = 0
-        for sizes in candidates(self.real, self.cut.sequence, self.batch):
+        wanted, chunks = wanted_rows(self.facts), (self.kind.chunk, self.kind.loss_chunk)
+        for sizes in candidates(self.real, self.cut.sequence, self.batch, wanted, chunks):
             if count < TRIED and all(
                 test(*(sizes.values[s] for s in symbols)) for symbols, test in self.executor.guards
             ):
@@ -196,10 +256,27 @@ class _Check:
         return frozenset(k for k in parameters if k not in self.executor.written.positions)
 
     def _streamed(self, sizes: Sizes, given: Sequence[Any], constant: Collection[int]) -> Outcome:
-        def call(*inputs: Any) -> list[Any]:
-            return self.executor(*inputs, rows=sizes.chunk, loss_rows=sizes.chunk)
+        return run(self._call(sizes), given, self.fixed, constant=constant)
 
-        return run(call, given, self.fixed, constant=constant)
+    def _call(self, sizes: Sizes) -> Callable[..., list[Any]]:
+        return functools.partial(self.executor, rows=sizes.chunk, loss_rows=sizes.loss_chunk)
+
+    def _drawn(self, sizes: Sizes, given: Sequence[Any]) -> Drawn:
+        """Dropout, see NOTE [dropout in a self-check]."""
+        if DROPOUT not in self.parts or not any(is_random(n) for n in self.facts.nodes):
+            return Drawn(True)
+        dtype = max(self._dtypes(given), key=RTOL.__getitem__, default=torch.float32)
+        if dtype not in SMOOTH:
+            return Drawn(None, "in half precision its loss is too rough")
+        own = (given, self.fixed, self.lazy, RTOL[dtype], dtype)
+        with self.drawing():
+            found = Trial(self._call(sizes), *own).result()
+            if found.ok is False:
+                meant = Trial(self.module, *own).result()
+                log.debug("with dropout: %s; the captured graph: %s", found, meant)
+                if not meant.ok:
+                    return Drawn(None, "the gradient of the graph itself is not that of its loss")
+        return found
 
     # ---- comparing
 
@@ -240,11 +317,15 @@ class _Check:
         return beyond
 
     def _rtol(self, given: Sequence[Any]) -> float:
+        return max((RTOL[d] for d in self._dtypes(given)), default=RTOL[torch.float32])
+
+    def _dtypes(self, given: Sequence[Any]) -> set[torch.dtype]:
+        """Those of the step whose rounding is known."""
         devices = {v.device.type for v in given if isinstance(v, Tensor)}
         dtypes = {v.dtype for v in given if isinstance(v, Tensor) and v.dtype in RTOL}
         dtypes |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
         dtypes |= {v.dtype for n in self.facts.nodes for v in tensors_of(n)}
-        return max((RTOL[d] for d in dtypes if d in RTOL), default=RTOL[torch.float32])
+        return {d for d in dtypes if d in RTOL}
 
     # ---- words
 
@@ -267,9 +348,15 @@ class _Check:
         share = difference.gap / difference.scale if difference.scale else math.inf
         return f"{difference.what} differs by {share:.1e} of its norm"
 
-    def _left_out(self, sizes: Sizes) -> Iterator[str]:
+    def _left_out(self, sizes: Sizes, kind: StepKind | None, drawn: Drawn) -> Iterator[str]:
+        if kind is None or not kind.covers(self.kind):
+            yield f"steps with {self.kind}, in part: {OF_KINDS}"
         windows = {int(s.window): s.index for s in self.facts.segments if s.window is not None}
         longer = sorted(w for w in windows if w > sizes.rows)
         if longer:
             yield f"windows of {', '.join(map(str, longer))} rows, longer than the short sequence"
+        if self.lazy and LAZY in self.parts and (kind is None or kind.behind):
+            yield LAZY_LEFT_OUT
+        if drawn.ok is None:
+            yield f"what dropout draws: {drawn.reason}"
         yield "what only shows at other sizes"

@@ -18,7 +18,9 @@ from ..passes.ir import Facts, expression, shape_of, tensors_of
 ROWS, CHUNK = 25, 8
 # Sequences of the short batch, where the batch size is open.
 SAMPLES = 2
-# The longest sequence that is tried where capture has assumed more rows.
+# Rows behind a window, so that a whole chunk begins where the window does not reach the first row.
+BEYOND_WINDOW = CHUNK + 1
+# The longest sequence that is tried where capture has assumed more rows, or a window has them.
 MOST_ROWS = 200
 
 
@@ -29,13 +31,14 @@ class Sizes:
     Attributes:
         values: of all size symbols.
         rows: of the sequence.
-        chunk: rows of a chunk.
+        chunk, loss_chunk: rows of a chunk, of a layer and of the loss head.
         samples: of the batch, None where its size is a number.
     """
 
     values: Mapping[sympy.Symbol, int]
     rows: int
     chunk: int
+    loss_chunk: int
     samples: int | None
 
 
@@ -45,13 +48,30 @@ def chunk_for(rows: int) -> int:
     return CHUNK if rows >= ROWS else -(-rows // max(1, count))
 
 
+def wanted_rows(facts: Facts) -> int:
+    """Rows of the short sequence: more than those of each window, if that is not too many."""
+    windows = [int(s.window) for s in facts.segments if s.window is not None]
+    return max([ROWS, *(w + BEYOND_WINDOW for w in windows if w + BEYOND_WINDOW <= MOST_ROWS)])
+
+
 def candidates(
-    real: Mapping[sympy.Symbol, int], sequence: sympy.Symbol, batch: sympy.Symbol | None
+    real: Mapping[sympy.Symbol, int],
+    sequence: sympy.Symbol,
+    batch: sympy.Symbol | None,
+    wanted: int = ROWS,
+    chunks: tuple[int, int] = (CHUNK, CHUNK),
 ) -> Iterator[Sizes]:
-    """Sizes to try, the best first."""
+    """Sizes to try, the best first.
+
+    Args:
+        real: of the step.
+        sequence, batch: which of them these are.
+        wanted: rows of the short sequence.
+        chunks: rows of a chunk of the step, of a layer and of the loss head; the short step has no more.
+    """
     total = real[sequence]
     near = [n for n in range(MOST_ROWS + 1) if 2 <= n <= total]
-    lengths = sorted(near, key=lambda n: (n < ROWS, abs(n - ROWS))) or [total]
+    lengths = sorted(near, key=lambda n: (n < wanted, abs(n - wanted))) or [total]
     samples: list[int | None] = [None]
     if batch is not None:
         samples = list(dict.fromkeys(n for n in (SAMPLES, 4, 3, 1, real[batch]) if n <= real[batch]))
@@ -59,7 +79,8 @@ def candidates(
         values = {**real, sequence: rows}
         if batch is not None and count is not None:
             values[batch] = count
-        yield Sizes(values, rows, chunk_for(rows), count)
+        own = [min(chunk_for(rows), chunk) for chunk in chunks]
+        yield Sizes(values, rows, own[0], own[1], count)
 
 
 class Cut:
@@ -89,15 +110,17 @@ class Cut:
         assert facts.sequence is not None
         self.sequence, self.total = facts.sequence, real[facts.sequence]
 
-    def to(self, sizes: Sizes, redraw: bool = False) -> list[Any]:
+    def to(self, sizes: Sizes, redraw: bool = False, behind: int | None = None) -> list[Any]:
         """The inputs at these sizes: parameters as aliases that share nothing but memory, the rest as copies.
 
         Args:
             redraw: nothing is ignored and nothing is padding: what says so is replaced by other values of
                 the same input.
+            behind: how many of the rows are taken from those behind the last one that counts in some sample;
+                None: as many as of any other stretch.
         """
         samples = self._samples(sizes)
-        rows = self._rows(sizes.rows, samples)
+        rows = self._rows(sizes.rows, samples, behind)
         return [
             self._cut(n, v, sizes, rows, samples, redraw)
             if isinstance(v, Tensor)
@@ -176,24 +199,45 @@ class Cut:
         half = wanted // 2
         return torch.cat([order[:half], order[len(order) - (wanted - half) :]]).sort().values
 
-    def _rows(self, count: int, samples: Tensor) -> Tensor:
+    def _rows(self, count: int, samples: Tensor, behind: int | None = None) -> Tensor:
         """Which rows: (count,), ascending. See NOTE [which rows]."""
         if count >= self.total:
             return torch.arange(count) % self.total
-        change = torch.zeros(self.total, dtype=torch.bool)
+        states = []
         for state in self._states():
-            own = state[samples] if len(samples) and state.shape[0] == self.real.get(self.batch) else state
-            change[1:] |= (own[:, 1:] != own[:, :-1]).any(0)
-        starts = [0, *change.nonzero().flatten().tolist()]
-        if len(starts) > count // 3:
-            return torch.linspace(0, self.total - 1, count).round().long()
-        lengths = [b - a for a, b in itertools.pairwise([*starts, self.total])]
+            is_own = len(samples) and self.batch is not None and state.shape[0] == self.real.get(self.batch)
+            states.append(state[samples] if is_own else state)
+        if behind is None:
+            return self._spread(states, 0, self.total, count)
+        end = min((_last(own) for own in states), default=self.total)
+        behind = max(0, min(behind, self.total - end, count - 1))
+        if not behind or count - behind > end:
+            return self._spread(states, 0, self.total, count)
+        before = self._spread(states, 0, end, count - behind)
+        return torch.cat([before, self._spread(states, end, self.total, behind)])
+
+    def _spread(self, states: Sequence[Tensor], first: int, stop: int, count: int) -> Tensor:
+        """So many of the rows [first, stop), of every stretch."""
+        change = torch.zeros(self.total, dtype=torch.bool)
+        for state in states:
+            change[1:] |= (state[:, 1:] != state[:, :-1]).any(0)
+        starts = [first, *(k for k in change.nonzero().flatten().tolist() if first < k < stop)]
+        if len(starts) > max(1, count // 3):
+            return torch.linspace(first, stop - 1, count).round().long()
+        lengths = [b - a for a, b in itertools.pairwise([*starts, stop])]
         taken = _shares(lengths, count)
         spread = [
             start + torch.linspace(0, length - 1, n).round().long()
             for start, length, n in zip(starts, lengths, taken, strict=True)
         ]
         return torch.cat(spread)
+
+
+def _last(state: Tensor) -> int:
+    """Rows up to the last that counts, in the sample with the fewest; samples without any do not count."""
+    own = state[state.any(1)]
+    ends = (torch.arange(state.shape[1]) + 1) * own
+    return int(ends.amax(1).min()) if len(own) else state.shape[1]
 
 
 def _shares(lengths: Sequence[int], count: int) -> list[int]:

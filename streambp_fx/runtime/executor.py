@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -29,6 +29,7 @@ from .blocks import Step
 from .common import OwnedBuffers, as_it_is
 from .function import StreamedSegment
 from .head import OneSweepHead, Sweep, sweep_of
+from .kinds import Draws, Prepared, StepKind, step_kind
 from .lazy import LazyOutput
 from .offload import Store, store_for
 from .padding import Padding
@@ -110,16 +111,40 @@ class Executor:
         """Tokens of a sequence."""
         return self.sizes(inputs)[self.facts.sequence]  # type: ignore[index]
 
-    def __call__(self, *inputs: Any, rows: int | None = None, loss_rows: int | None = None) -> list[Any]:
+    def __call__(
+        self,
+        *inputs: Any,
+        rows: int | None = None,
+        loss_rows: int | None = None,
+        first: Callable[[StepKind], None] | None = None,
+    ) -> list[Any]:
         """Run a step.
 
         Args:
             inputs: those of the graph.
             rows, loss_rows: of a chunk of a layer and of the loss head, where they are chosen for the step.
+            first: called with the kind of a training step before it runs; if it raises, the random state is
+                what it was.
         """
+        draws = Draws(inputs) if self.random and first is not None else None
         with torch._C._DisableAutocast():  # its casts are ops of the graph
-            results = self._step_of(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
+            prepared = self._prepared(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
+        if first is not None and prepared.step.training:
+            try:
+                first(step_kind(self, prepared.step, prepared.sweep))
+            except BaseException:
+                if draws is not None:
+                    draws.restore()
+                raise
+        with torch._C._DisableAutocast():
+            results = self._run_step(prepared)
         return self.written.write(inputs, results)
+
+    def kind(self, inputs: Sequence[Any], rows: int, loss_rows: int) -> StepKind:
+        """The kind of a training step with these chunks; it is not run."""
+        with torch._C._DisableAutocast():
+            prepared = self._prepared(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
+        return step_kind(self, prepared.step, prepared.sweep)
 
     def _laid_out(self, inputs: tuple) -> tuple:
         """Inputs in the order in memory that the programs take them to have."""
@@ -128,7 +153,8 @@ class Executor:
             given[position] = given[position].contiguous()
         return tuple(given)
 
-    def _step_of(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> list[Any]:
+    def _prepared(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> Prepared:
+        """Ask the data what decides how the step runs: in time linear in the sequence."""
         values, sizes = self.begin(inputs)
         step, questions = self._step(sizes, rows, loss_rows), Questions()
         self._note(step)
@@ -141,6 +167,11 @@ class Executor:
         if sweep is not None:
             sweep.learn(questions)
             self.padding.leave_out(step, sweep, self.asked.plain_where_it_counts(questions))
+        return Prepared(inputs, values, sizes, step, sweep)
+
+    def _run_step(self, prepared: Prepared) -> list[Any]:
+        inputs, values, sizes = prepared.inputs, prepared.values, prepared.sizes
+        step, sweep = prepared.step, prepared.sweep
         store = self._store(values)
         for group in self.groups:
             if sweep is not None and group[-1] is self.facts.segments[-1]:
