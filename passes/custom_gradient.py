@@ -27,6 +27,8 @@ from .rules.quantised import is_deterministic
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
+# What Dynamo makes of `x.data`: a tensor without a gradient, as `detach` gives it.
+DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 _count = itertools.count()
 
 
@@ -126,7 +128,7 @@ class Retrace(Interpreter):
                     self.node,
                 )
             return result
-        if target is torch._C._autograd._get_data_attr:  # `x.data`: as a tensor without a gradient
+        if target is DATA:
             return args[0].detach()
         if target in DROPOUTS and drops_nothing(*args, **kwargs):
             return args[0] if args else kwargs["input"]

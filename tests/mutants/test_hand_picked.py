@@ -1,0 +1,21 @@
+"""The hand-picked mutants are those of today's code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from mutants.hand_picked import hand_picked  # noqa: E402
+from mutants.nearest import MODULES, tests_of  # noqa: E402
+
+
+def test_each_text_occurs_once() -> None:
+    assert len(hand_picked(ROOT)) >= 40
+
+
+def test_nearest_tests_are_there() -> None:
+    named = [p for path in MODULES for selection in tests_of(path) for p in selection]
+    assert all((ROOT / path).exists() for path in (*MODULES, *named))
