@@ -52,7 +52,8 @@ class AmbiguousSequence(Exception):
 
 
 # Ops that read along a dim, by the name of the function or method: first those of attention, which decide
-# where there are any. Each gives (operand, dim) pairs.
+# where there are any; last products of values that are made of inputs, which are an attention where somebody
+# wrote one without softmax: one of their dims is the sequence. Each gives (operand, dim) pairs.
 def _attention(node: Node) -> list[tuple[Any, int]]:
     return [(_argument(node, 0, "query"), -2), (_argument(node, 1, "key"), -2)]
 
@@ -66,7 +67,44 @@ def _along_last(node: Node) -> list[tuple[Any, int]]:
     return [(_argument(node, 0, "input"), -1)]
 
 
-ATTENTION = {"scaled_dot_product_attention": _attention, "softmax": _along_dim, "flex_attention": _attention}
+def _sequence_first(node: Node) -> list[tuple[Any, int]]:
+    return [(_argument(node, 0, "query"), 0), (_argument(node, 1, "key"), 0)]
+
+
+def _product(node: Node) -> list[tuple[Any, int]]:
+    operands = node.all_input_nodes[:2]
+    if len(operands) < 2 or not all(_is_batch(n) and _is_made_of_inputs(n) for n in operands):
+        return []
+    return [(operands[0], -2), (operands[0], -1), (operands[1], -1)]
+
+
+def _is_batch(node: Node) -> bool:
+    """True for a value that is differentiated, and has dims beside those of a matrix."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dim() > 2 and value.requires_grad
+
+
+def _is_made_of_inputs(node: Node) -> bool:
+    """True if an input that is no parameter goes into a value."""
+    seen, pending = {node}, [node]
+    while pending:
+        node = pending.pop()
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            return True
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        pending += new
+    return False
+
+
+ATTENTION = {
+    "scaled_dot_product_attention": _attention,
+    "softmax": _along_dim,
+    "flex_attention": _attention,
+    "multi_head_attention_forward": _sequence_first,
+}
+PRODUCTS = {"matmul": _product, "bmm": _product, "einsum": _product}
 SCANS = {"cumsum": _along_dim, "cumprod": _along_dim, "logcumsumexp": _along_dim, "conv1d": _along_last}
 
 
@@ -172,7 +210,7 @@ def _voted(module: GraphModule) -> set[sympy.Symbol]:
 
 def _sizes_read(module: GraphModule) -> list[Any]:
     graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]  # bodies of regions as well
-    for table in (ATTENTION, SCANS):
+    for table in (ATTENTION, SCANS, PRODUCTS):
         found = []
         for node in itertools.chain.from_iterable(g.nodes for g in graphs):
             rule = table.get(_name(node)) if node.op in ("call_function", "call_method") else None

@@ -84,22 +84,48 @@ def specialize_floats(module: GraphModule) -> None:
     another compilation. As an argument that must be a number (a scale of attention) it cannot be traced at
     all; such floats become constants by the same restart that Inductor uses for them.
 
+    Where the tensor serves, the result is given the dtype that it has with a number: a number gives way to
+    every float, but a tensor of no dims makes float64 of another one, and of whole numbers.
+
     Raises:
         TensorifyScalarRestartAnalysis: caught by Dynamo, which traces again.
     """
-    for node in module.graph.find_nodes(op="placeholder"):
-        symbol = float_symbol(node)
-        if symbol is not None and not all(_is_arithmetic(u) for item in node.users for u in item.users):
+    symbols = {n: float_symbol(n) for n in module.graph.find_nodes(op="placeholder")}
+    items = {item: symbol for n, symbol in symbols.items() if symbol is not None for item in n.users}
+    for item, symbol in items.items():
+        if not all(_is_arithmetic(user, item) for user in item.users):
             TensorifyState.specialize(symbol)
             trace_again("a float as a constant")
+    for item in items:
+        for user in list(item.users):
+            _keep_dtypes(user)
+    module.recompile()
 
 
-def _is_arithmetic(node: Node) -> bool:
+def _is_arithmetic(node: Node, operand: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name not in ARITHMETIC:
+    if name not in ARITHMETIC or operand in node.kwargs.values():
         return False
-    number = not isinstance(node.meta.get("example_value"), torch.Tensor)
-    return not number or all(_is_arithmetic(u) for u in node.users)
+    return _is_tensor(node) or all(_is_arithmetic(user, node) for user in node.users)
+
+
+def _keep_dtypes(node: Node) -> None:
+    """Cast what is made of a float and a tensor to the dtype that Dynamo found for it."""
+    if not _is_tensor(node):
+        for user in list(node.users):
+            _keep_dtypes(user)
+        return
+    values = [n.meta["example_value"] for n in node.all_input_nodes if _is_tensor(n)]
+    if all(v.dim() and (v.is_floating_point() or v.is_complex()) for v in values):
+        return
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_method("to", (node, node.meta["example_value"].dtype))
+    cast.meta = dict(node.meta)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def remove_declarations(module: GraphModule, example_inputs: Sequence[Any]) -> None:

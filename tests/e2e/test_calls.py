@@ -409,6 +409,43 @@ def test_whole_numbers_of_numpy() -> None:
     exact(Last, steps(*(lambda f, ids, n=n: f(ids, n) for n in counts)), "transform")
 
 
+FLOATS: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
+    "of a value for each token": lambda each, ids, w: (each * w).mean(),
+    "of a mean": lambda each, ids, w: each.mean() * w + (1 - w) * each.sum() / (w + 1),
+    "of whole numbers": lambda each, ids, w: (each * (ids * w)).mean(),
+    "of a mask": lambda each, ids, w: {"loss": (each * ((ids != 4) * w)).mean(), "mask": (ids != 4) * w},
+    "powers": lambda each, ids, w: each.mean() * w * w + sum([w, w * 2, 1]) * each.square().mean(),
+    "a factor of a sum": lambda each, ids, w: torch.add(each, each.square(), alpha=w).mean(),
+    "in place": lambda each, ids, w: each.mean().mul_(w) + (each * 2).mul_(w).sum(),
+}
+
+
+@pytest.mark.parametrize("how", FLOATS)
+def test_a_float_that_changes_is_still_a_number(how: str) -> None:
+    """From the second value on it comes as a tensor, which must not change any dtype."""
+
+    class Weighted(Subject):
+        def forward(self, input_ids: Tensor, weight: float) -> Any:
+            x = self.embed(input_ids)
+            logits = self.head(x + self.attend(self.norm(x)))
+            each = F.cross_entropy(logits.mT, input_ids, reduction="none")
+            return FLOATS[how](each, input_ids, weight)
+
+    torch._dynamo.reset()
+    eager = Weighted().float()
+    model = copy.deepcopy(eager)
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    for weight in (0.5, 0.3, 0.1):
+        want, got = eager(tokens(2, 33), weight), call(tokens(2, 33), weight)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        for m, output in ((eager, want), (model, got)):
+            m.zero_grad()
+            (output["loss"] if isinstance(output, dict) else output).backward()
+        torch.testing.assert_close(model.q.weight.grad, eager.q.weight.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.head.weight.grad, eager.head.weight.grad, rtol=1e-4, atol=1e-5)
+    assert_streamed(model)
+
+
 @pytest.mark.parametrize("what", ["argument", "attribute"])
 def test_more_values_than_graphs_are_kept_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["streambp_fx.transform"], "RECOMPILE_LIMIT", 2)

@@ -11,10 +11,64 @@ from adversaries.situations import Crossing, finite, plain
 from e2e_adversary import Record, tokens
 from e2e_check import assert_streamed
 from e2e_models import sample
-from e2e_subject import Subject
+from e2e_subject import HEADS, NEVER, WIDTH, Subject, heads, later, token_loss
 from test_calls import every, exact
+from torch import Tensor, nn
 
+from streambp_fx.backend import schedules_of
 from streambp_fx.transform import schedules
+
+
+def scored(m: Subject, x: Tensor) -> tuple[Tensor, Tensor]:
+    h = m.norm(x)
+    return heads(m.q(h)), heads(m.k(h))
+
+
+def by_module(m: Subject, x: Tensor) -> Tensor:
+    hidden = later(x).to(x.dtype).masked_fill(later(x), NEVER)
+    return m.attention(x, x, x, attn_mask=hidden, need_weights=False)[0]
+
+
+def by_exponentials(m: Subject, x: Tensor) -> Tensor:
+    q, k = scored(m, x)
+    weights = (q @ k.mT).masked_fill(later(x), -1e30).exp()
+    return m.weighted(x, weights / weights.sum(-1, keepdim=True))
+
+
+def linear(m: Subject, x: Tensor) -> Tensor:
+    q, k = scored(m, x)
+    return m.weighted(x, torch.einsum("bhid,bhjd->bhij", q.exp(), k.exp()).tril())
+
+
+ATTENTIONS = {"a module": by_module, "exponentials": by_exponentials, "linear": linear}
+
+
+class OwnAttention(Subject):
+    """No op of it is called an attention or a softmax."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.attention = how, nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double()
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        return token_loss(self, x + ATTENTIONS[self.how](self, x), input_ids)
+
+
+@pytest.mark.parametrize("how", ATTENTIONS)
+def test_the_sequence_is_found_in_any_attention(how: str) -> None:
+    """Where a part of it is not streamed, that is said."""
+    model, warned = exact(lambda: OwnAttention(how), lengths((2, 33), (3, 20)), "compile")
+    assert any(s.chunked for each in schedules_of(model) for s in each.segments)
+    assert warned == [] if how == "a module" else "unchunked" in warned[0]
+
+
+def lengths(*sizes: tuple[int, int]) -> Any:
+    def run(m: Any, call: Any, record: Record) -> None:
+        for batch, length in sizes:
+            record.step(m, call, tokens(batch, length))
+
+    return run
 
 
 def crossing(*lengths: tuple[int, int]) -> Any:
@@ -50,11 +104,7 @@ EMPTY = {
 
 @pytest.mark.parametrize(("name", "door"), every(EMPTY, ("no token", "compile")))
 def test_next_to_nothing(name: str, door: str) -> None:
-    def run(m: Any, call: Any, record: Record) -> None:
-        for batch, length in EMPTY[name]:
-            record.step(m, call, tokens(batch, length))
-
-    exact(lambda: Subject(plain, finite), run, door)
+    exact(lambda: Subject(plain, finite), lengths(*EMPTY[name]), door)
 
 
 @pytest.mark.parametrize("door", sample(["transform", "compile"], "compile"))
