@@ -184,12 +184,18 @@ class _Check:
         return dataclasses.replace(checked, left_out=tuple(self._left_out(sizes, kind, drawn)))
 
     def _rounds(self, expected: Outcome, kind: StepKind | None) -> Iterator[frozenset[int]]:
-        """Outputs that are not differentiated: what is computed when read; all but the loss; none."""
-        yield self.lazy
+        """Outputs that are not differentiated: what is computed when read; all but the loss; none.
+
+        The other two do for the first.
+        """
         losses = [k for k in expected.roots if expected.outputs[k].dim() == 0]
-        if losses and len(expected.roots) > 1:
+        alone = bool(losses) and len(expected.roots) > 1
+        every = self.lazy and LAZY in self.parts and kind is not None and not kind.behind
+        if not (alone and every):
+            yield self.lazy
+        if alone:
             yield frozenset(range(len(expected.outputs))) - {losses[0]}
-        if self.lazy and LAZY in self.parts and kind is not None and not kind.behind:
+        if every:
             yield frozenset()
 
     # ---- the two runs

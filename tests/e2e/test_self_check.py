@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import sys
 import warnings
@@ -22,7 +23,7 @@ import streambp_fx
 from streambp_fx import StreamBPWarning
 from streambp_fx.checking.result import SelfCheck
 from streambp_fx.checking.sketch import sketch
-from streambp_fx.runtime import head, streamed
+from streambp_fx.runtime import head, lazy, padding, questions, streamed
 
 aten = torch.ops.aten
 OPTIONS = {"chunk": 8, "loss_chunk": 8}
@@ -277,7 +278,257 @@ def test_it_is_an_error_if_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> No
         call(*batch())
 
 
+# ---- kinds of steps
+
+
+class Masked(nn.Module):
+    """Attention under a mask of padding, a window or none; dropout and logits if they are asked for."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.model, self.what = Model(), what
+        self.window = 30 if "window" in what else None
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None) -> Any:
+        x = self.model.embedding(ids)
+        i = torch.arange(ids.shape[1])
+        seen = i[None, :] <= i[:, None]
+        if self.window is not None:
+            seen = seen & (i[None, :] > i[:, None] - self.window)
+        if mask is not None:
+            seen = seen[None, None] & mask[:, None, None, :]
+        for layer in self.model.layers:
+            q, k, v = (
+                t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in layer.qkv(layer.norm(x)).chunk(3, -1)
+            )
+            read = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            x = x + layer.out(read.transpose(1, 2).flatten(2))
+            x = F.dropout(x, 0.3, "dropout" in self.what)
+            x = x + layer.narrow(F.gelu(layer.wide(x)))
+        logits = self.model.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        if "detach" in self.what:  # its gradient is not that of its value
+            loss = loss * (1 + loss.detach())
+        return (loss, logits) if "logits" in self.what else loss
+
+
+def ragged(rows: int = 33, samples: int = 3, pad: int = 0, left: bool = False) -> tuple[Tensor, ...]:
+    """Ids, labels and mask; each sample has `pad` more rows of padding than the one before."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(1, VOCAB, (samples, rows), generator=generator)
+    labels, mask = ids.roll(-1, 1), torch.ones(samples, rows, dtype=torch.bool)
+    for k in range(1, samples):
+        own = slice(0, k * pad) if left else slice(rows - k * pad, rows)
+        mask[k, own], labels[k, own] = False, -100
+        if pad and not left:
+            labels[k, rows - k * pad - 1] = -100  # nothing comes after the last token
+    return ids, labels, mask
+
+
+PLAIN, LEFT, RIGHT = ragged(), ragged(pad=4, left=True), ragged(pad=9)
+
+
+def needed_too_short(patch: pytest.MonkeyPatch) -> None:
+    """Samples end before they do."""
+    own = padding.needed
+
+    def broken(*given: Any) -> Any:
+        found = own(*given)
+        return None if found is None else tuple(max(0, n - 9) for n in found)
+
+    patch.setattr(padding, "needed", broken)
+
+
+def parts(patch: pytest.MonkeyPatch) -> None:
+    """What runs for some of the samples is wrong."""
+    own = streamed.SegmentRunner.call
+
+    def call(self: Any, kind: str, block: Any, *given: Any) -> Any:
+        values = own(self, kind, block, *given)
+        some = kind == "joint" and block.part is not None
+        return [v * 1.1 if isinstance(v, Tensor) else v for v in values] if some else values
+
+    patch.setattr(streamed.SegmentRunner, "call", call)
+
+
+def always_plain(patch: pytest.MonkeyPatch) -> None:
+    """No mask is said to hide more than later rows."""
+    patch.setattr(questions.MaskQuestions, "plain", lambda self, asked: frozenset(self.known))
+
+
+def plain_where_it_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(questions.MaskQuestions, "plain_where_it_counts", lambda self, asked: frozenset(self.known))
+
+
+# What is broken, and the batch that shows it; a batch without padding does not.
+LATER = {
+    "needed": (needed_too_short, RIGHT),
+    "parts": (parts, RIGHT),
+    "plain": (always_plain, LEFT),
+    "plain where it counts": (plain_where_it_counts, LEFT),
+}
+
+
+@pytest.mark.parametrize("fault", sample(LATER, "needed", "plain"))
+def test_a_later_kind_of_step_is_checked_before_its_first_result(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, later = LATER[fault]
+    torch.manual_seed(3)
+    model = Masked().double()
+    eager = copy.deepcopy(model)
+    broken(monkeypatch)
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        step(call, model, *PLAIN)
+    assert checked(model).status == "agrees"
+    with pytest.warns(StreamBPWarning, match="self-check"):
+        loss, found = step(call, model, *later)
+    assert checked(model).status == "differs"
+    expected, wanted = step(eager, eager, *later)
+    assert torch.equal(loss, expected)
+    assert_close_grads(found, wanted, 1e-12)
+
+
+def lazy_gradient(patch: pytest.MonkeyPatch) -> None:
+    own = lazy.LazyOutput.backward
+    patch.setattr(lazy.LazyOutput, "backward", staticmethod(lambda ctx, g: own(ctx, g * 1.05)))
+
+
+def other_seed(patch: pytest.MonkeyPatch) -> None:
+    """The backward drops something else than the forward."""
+    own = streamed.SegmentRunner.call
+
+    def call(self: Any, kind: str, block: Any, step: Any, *given: Any) -> Any:
+        step = dataclasses.replace(step, seed=step.seed + 1) if kind == "joint" else step
+        return own(self, kind, block, step, *given)
+
+    patch.setattr(streamed.SegmentRunner, "call", call)
+
+
+def window_too_short(patch: pytest.MonkeyPatch) -> None:
+    """A window of 30 reads a column less."""
+    own = streamed.SegmentRunner.extents_of
+
+    def extents(self: Any, *given: Any) -> Any:
+        return [
+            dataclasses.replace(e, prefix=e.prefix - 1, low=e.low + 1) if e.low > 0 and e.prefix else e
+            for e in own(self, *given)
+        ]
+
+    patch.setattr(streamed.SegmentRunner, "extents_of", extents)
+
+
+def single_rows(patch: pytest.MonkeyPatch) -> None:
+    own = streamed.SegmentRunner.call
+
+    def call(self: Any, kind: str, block: Any, *given: Any) -> Any:
+        values = own(self, kind, block, *given)
+        alone = kind in ("joint", "loss") and block.extent.rows == 1
+        return [v * 1.1 if isinstance(v, Tensor) else v for v in values] if alone else values
+
+    patch.setattr(streamed.SegmentRunner, "call", call)
+
+
+# What is broken, of which model, on how many rows, with which options, the words of the warning.
+MISSED = {
+    "lazy": (lazy_gradient, "logits", 33, {}, "the self-check"),
+    "dropout": (other_seed, "dropout", 33, {}, "with dropout, the gradient is not that of the loss"),
+    "window": (window_too_short, "window", 70, {}, "on 39 rows"),
+    "rows": (single_rows, "", 33, {"chunk": 1, "loss_chunk": 1}, "chunk 1"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout", "window"))
+def test_what_only_some_models_have_is_checked(
+    fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, what, rows, options, words = MISSED[fault]
+    torch.manual_seed(3)
+    model = Masked(what).to(dtype)
+    broken(monkeypatch)
+    call = torch.compile(model, backend="streambp", options={**OPTIONS, **options})
+    with pytest.warns(StreamBPWarning, match=words):
+        call(*ragged(rows)[:2])
+    assert checked(model).status == "differs"
+
+
 # ---- what is right
+
+
+IN_TURN = [PLAIN, LEFT, RIGHT, ragged(60), ragged(50, 5, 8), ragged(50, 4, 3, left=True), RIGHT, LEFT]
+
+
+@pytest.mark.parametrize(
+    "what", sample(["", "logits", "dropout", "window", "dropout window logits"], "", "dropout")
+)
+@pytest.mark.parametrize("dtype", sample([torch.float64, torch.float32, torch.bfloat16], torch.float32))
+@pytest.mark.parametrize("chunk", sample([1, 8, 1024], 8))
+def test_steps_of_all_kinds_in_turn(
+    what: str, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No alarm; one check for each kind; a short step of every kind is found."""
+    from streambp_fx import backend
+
+    kinds, own = [], backend.self_check
+
+    def counted(*given: Any) -> SelfCheck:
+        kinds.append(given[3])
+        return own(*given)
+
+    monkeypatch.setattr(backend, "self_check", counted)
+    torch.manual_seed(3)
+    model = Masked(what).to(dtype)
+    call = torch.compile(model, backend="streambp", options={"chunk": chunk, "loss_chunk": chunk})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        for batch in IN_TURN:
+            found = call(*batch)
+            (found if isinstance(found, Tensor) else found[0]).backward()
+    found = checked(model)
+    assert found.ok and len(set(kinds)) == len(kinds) == len(found.others) + 1 >= 3
+    text = str(found)
+    assert "differs" not in text and "no short step is of that kind" not in text, text
+
+
+def test_the_schedule_names_other_kinds() -> None:
+    torch.manual_seed(3)
+    model = Masked().double()
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    for batch in (PLAIN, LEFT, RIGHT, PLAIN):
+        call(*batch)
+    text = str(streambp_fx.schedule(model))
+    assert text.count("checked against the uncompiled graph") == 1
+    assert "checked as well: steps with masks in use: agrees" in text
+    assert "checked as well: steps with rows left out: agrees" in text
+
+
+def test_what_dropout_draws_is_not_judged_where_nothing_can_be_told() -> None:
+    """In half precision, and where the gradient is not meant to be that of the loss."""
+    for what, dtype, words in (
+        ("dropout", torch.bfloat16, "half precision"),
+        ("dropout detach", torch.float64, "the gradient of the graph itself is not that of its loss"),
+    ):
+        torch._dynamo.reset()
+        model = Masked(what).to(dtype)
+        torch.compile(model, backend="streambp", options=OPTIONS)(*PLAIN[:2])
+        assert checked(model).status == "agrees"
+        assert any(words in text for text in checked(model).left_out)
+
+
+def test_a_failed_check_leaves_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that runs unstreamed then draws what it would have drawn."""
+    other_seed(monkeypatch)
+    torch.manual_seed(3)
+    model = Masked("dropout").double()
+    torch.manual_seed(5)
+    expected = model(*PLAIN)
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    torch.manual_seed(5)
+    with pytest.warns(StreamBPWarning, match="self-check"):
+        assert torch.equal(call(*PLAIN), expected)
 
 
 def test_nothing_is_disturbed() -> None:
