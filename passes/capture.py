@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .custom_gradient import Retrace
+from .effects import refuse_effects, refuse_regions, refuse_strides
 from .functional import (
     Memory,
     MutationError,
@@ -27,9 +28,6 @@ from .functional import (
     changes_inside,
     changes_something,
     functional,
-    refuse_effects,
-    refuse_regions,
-    refuse_strides,
 )
 from .ir import evaluate, expression, shape_of, tensors_of
 from .sequence import Lengths, values_of

@@ -293,63 +293,6 @@ def _changed(given: Sequence[Any]) -> list[int]:
     return found
 
 
-def refuse_strides(nodes: Iterable[Node]) -> None:
-    """A graph must not say where in the memory of a value something lies (`as_strided`).
-
-    What such an op gives is no function of values: the passes may lay a value out in another way than eager.
-
-    Raises:
-        MutationError: an op takes a place in memory.
-    """
-    for node in nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and any(a.name == "storage_offset" for a in schema.arguments):
-            raise MutationError(
-                f"{node.target} reads memory by strides, which is no function of values", node
-            )
-
-
-# Assertions about dtypes, devices and sizes, which fake tensors have answered.
-METADATA = {
-    "aten::_assert_tensor_metadata",
-    "aten::sym_constrain_range",
-    "aten::sym_constrain_range_for_size",
-}
-
-
-def refuse_effects(module: torch.fx.GraphModule) -> None:
-    """A graph must do nothing but compute values: what nobody reads would not be run.
-
-    Args:
-        module: a graph of Dynamo's, with those of its regions, or one of PyTorch's own ops.
-
-    Raises:
-        NotPureError: an op of it has an effect, or decides by data what is run.
-    """
-    graphs = [m.graph for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
-    for node in (n for graph in graphs for n in graph.nodes if n.op == "call_function"):
-        if node.users or not any(
-            isinstance(n.meta.get("val", n.meta.get("example_value")), Tensor) for n in node.all_input_nodes
-        ):
-            continue
-        op = node.target.default if isinstance(node.target, torch._ops.OpOverloadPacket) else node.target
-        if not isinstance(op, torch._ops.OpOverload) or op._schema.name in METADATA or op._schema.is_mutable:
-            continue
-        if not op._schema.returns or op.namespace not in ("aten", "prims"):
-            raise NotPureError(f"{op} may have an effect beside what it returns", node)
-
-
-def refuse_regions(nodes: Iterable[Node]) -> None:
-    """A captured graph must not hold graphs of its own, which an op calls as it likes (`torch.cond`).
-
-    Raises:
-        NotPureError: it does.
-    """
-    for node in nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise NotPureError(f"{node.target} calls parts of the graph by itself", node)
-
-
 def changes_something(node: Node) -> bool:
     """True for an op that changes a tensor, by its schema."""
     schema = getattr(node.target, "_schema", None)
