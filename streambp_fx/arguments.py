@@ -120,11 +120,34 @@ def dims_of_sequence(given: Arguments, named: Mapping[str, int]) -> dict[str, in
     lengths = [
         (name, value.shape[dims[name]])
         for name, value in given.tensors()
-        if name in dims and -value.dim() <= dims[name] < value.dim()
+        if name in dims and -value.dim() <= dims[name] < value.dim() and not _is_of_scores(name, value)
     ]
     first = next((size for name, size in lengths if name in (named or TOKENS)), None)
     alike = {name for name, size in lengths if size == first}
     return {name: dim for name, dim in dims.items() if name in alike or name in named}
+
+
+def open_dims(name: str, value: torch.Tensor, dims: Mapping[str, int]) -> set[int]:
+    """Dims of an input whose sizes may be others in the next call: the sequence, and the batch before it.
+
+    Args:
+        name: of the input.
+        value: the input.
+        dims: those that carry the sequence, by name (`dims_of_sequence`).
+    """
+    if _is_of_scores(name, value):
+        found = {0, value.dim() - 2, value.dim() - 1}
+    elif name in dims and value.dim() > 1:
+        dim = dims[name] % value.dim()
+        found = {0, 1} if dim == 1 else {dim}
+    else:
+        found = set()
+    return {dim for dim in found if value.shape[dim] > 1}
+
+
+def _is_of_scores(name: str, value: torch.Tensor) -> bool:
+    """True for a mask that has a row and a column for each token, and not one number."""
+    return name == "attention_mask" and value.dim() > 2
 
 
 def cannot_be_streamed(given: Arguments, model: nn.Module) -> list[str]:

@@ -30,6 +30,7 @@ from .arguments import (
     cannot_be_streamed,
     counted,
     dims_of_sequence,
+    open_dims,
     signature_of,
     without_cache,
 )
@@ -296,12 +297,8 @@ class StreamedForward:
         """
         self._dims = dims_of_sequence(given, self.options.seq_dim or {})
         for name, value in given.tensors():
-            if name not in self._dims or value.dim() < 2:
-                continue
-            dim = self._dims[name] % value.dim()
-            for open_dim in {dim} if dim != 1 else {0, 1}:
-                if value.shape[open_dim] > 1:
-                    torch._dynamo.maybe_mark_dynamic(value, open_dim)
+            for dim in open_dims(name, value, self._dims):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
 
     def _run(self, executor: Any, *inputs: Any) -> Any:
         with contextlib.ExitStack() as stack:

@@ -11,9 +11,10 @@ from adversaries.situations import Crossing, finite, plain
 from e2e_adversary import Record, tokens
 from e2e_check import assert_streamed
 from e2e_models import sample
-from e2e_subject import HEADS, NEVER, WIDTH, Subject, heads, later, token_loss
+from e2e_subject import HEADS, NEVER, WIDTH, Subject, heads, joined, later, token_loss
 from test_calls import every, exact
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from streambp_fx.backend import schedules_of
 from streambp_fx.transform import schedules
@@ -61,6 +62,30 @@ def test_the_sequence_is_found_in_any_attention(how: str) -> None:
     model, warned = exact(lambda: OwnAttention(how), lengths((2, 33), (3, 20)), "compile")
     assert any(s.chunked for each in schedules_of(model) for s in each.segments)
     assert warned == [] if how == "a module" else "unchunked" in warned[0]
+
+
+class Masked(Subject):
+    """Its mask has a row and a column for each token."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        x = self.embed(input_ids)
+        q, k, v = (heads(part(self.norm(x))) for part in (self.q, self.k, self.v))
+        mixed = joined(F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask))
+        return token_loss(self, x + self.out(mixed), input_ids)
+
+
+@pytest.mark.parametrize("door", sample(["transform", "compile"], "transform"))
+def test_a_mask_of_scores(door: str) -> None:
+    def run(m: Any, call: Any, record: Record) -> None:
+        for batch, length in ((2, 33), (3, 20), (9, 9)):
+            ids = tokens(batch, length)
+            seen = ~later(ids)[None, None].repeat(batch, 1, 1, 1)
+            seen[-1, :, 3:, 1] = False
+            record.step(m, call, ids, attention_mask=seen)
+
+    model, warned = exact(Masked, run, door)
+    assert_streamed(model)
+    assert not warned
 
 
 def lengths(*sizes: tuple[int, int]) -> Any:
