@@ -166,6 +166,10 @@ def _unit(coefficients: Tensor) -> Tensor:
     NOTE [float16]: the sweep runs before anybody scales the loss, and the coefficients of a mean over many
     tokens are so small that float16 gradients would vanish. So they are divided by this number, which is
     exact, and the finished gradients are multiplied by it together with the scale of the loss.
+    Not by a smaller one, to leave room for gradients greater than the coefficients: with 2**-8, a quarter of
+    the gradient of a word that is no label would be rounding (its probability is some 2e-5 in a vocabulary of
+    50,000). Logits that are multiplied by more than 65504 overflow here where eager's mean may not, and the
+    self-check then has the model run unstreamed.
     """
     greatest = coefficients.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny)
     return torch.exp2(torch.ceil(torch.log2(greatest)))
