@@ -342,3 +342,36 @@ class Sorted(Subject):
 def branches_by_data(m: Any, call: Any, record: Record) -> None:
     for seed in range(3):
         record.step(m, call, tokens(2, 33, seed))
+
+
+# ---- what is done with the model and its outputs
+
+
+class WithLogits(Subject):
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids)
+        logits = self.head(x + self.attend(self.norm(x)))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def _logits_used(use: Callable[[Any], Any], name: str) -> None:
+    def run(m: Any, call: Any, record: Record) -> None:
+        for length in (33, 20):
+            m.zero_grad()
+            output = call(tokens(2, length))
+            (output["loss"] + use(output["logits"])).backward()
+            record.state(m)
+
+    make, lazy = (lambda door: WithLogits()), {"logits": "lazy"}
+    CASES.scenario(WHATEVER, make=make, name=f"logits {name}", options=lazy)(run)
+
+
+def _seen_without_gradients(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        best = logits.argmax(-1)
+    return logits.logsumexp(-1).square().mean() + best.sum()
+
+
+_logits_used(_seen_without_gradients, "first read without gradients")
+_logits_used(lambda x: x.float().sum() + x.mul_(2).exp().mean() + x.sum(), "changed after a cast")
