@@ -220,7 +220,8 @@ class _Check:
         """Short sizes and inputs, the best first: such that the step is of the same kind."""
         every = list(self._sizes())
         best: tuple[Sizes, int | None] | None = None
-        for sizes, behind in itertools.product(every, (None, 2, CHUNK + 4)):
+        whole = [self._as_whole(sizes) for sizes in every]
+        for sizes, behind in itertools.product([*every, *whole], (None, 2, CHUNK + 4)):
             kind = self._kind(sizes, self._cut(sizes, behind))
             if kind is not None and kind.covers(self.kind):
                 best = sizes, behind
@@ -232,6 +233,13 @@ class _Check:
         for sizes in every:
             for redraw in (False, True):
                 yield sizes, functools.partial(self.cut.to, sizes, redraw)
+
+    def _as_whole(self, sizes: Sizes) -> Sizes:
+        """The same in one chunk, where that is what the step has."""
+        total, chunks = self.real[self.cut.sequence], (self.kind.chunk, self.kind.loss_chunk)
+        own = (sizes.chunk, sizes.loss_chunk)
+        chunk, loss_chunk = (sizes.rows if c >= total else o for c, o in zip(chunks, own, strict=True))
+        return dataclasses.replace(sizes, chunk=chunk, loss_chunk=loss_chunk)
 
     def _cut(self, sizes: Sizes, behind: int | None) -> list[Any]:
         return self.cut.to(sizes, behind=behind)
