@@ -49,6 +49,7 @@ def axes(captured: CapturedGraph) -> Facts:
     refuse_weights(facts)
     _refuse_numbers(facts)
     _refuse_opaque_weights(facts)
+    _refuse_functional_forms(facts)
     return facts
 
 
@@ -73,6 +74,21 @@ def _refuse_opaque_weights(facts: Facts) -> None:
                 "made of parameters",
                 node,
             )
+
+
+def _refuse_functional_forms(facts: Facts) -> None:
+    """Raise if functionalization wrote an op that changes an operand which its backward reads.
+
+    Such an op has a form of its own ("..._functional") whose derivative reads the operand as it was before:
+    random numbers that were not drawn yet, in `rrelu_`.
+
+    Raises:
+        MutationError: it did.
+    """
+    for node in facts.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name.endswith("_functional") and node in facts.needs_grad:
+            raise MutationError(f"{node.target} has another gradient than the change in place", node)
 
 
 def _refuse_numbers(facts: Facts) -> None:

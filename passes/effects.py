@@ -32,7 +32,7 @@ def refuse_effects(module: GraphModule) -> None:
 
 
 def _may_have_effect(node: Node) -> bool:
-    """True for an op that returns nothing, and for one of another package. Changes are looked at elsewhere."""
+    """True for an op that returns nothing, and for one of another package."""
     op = node.target
     op = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or op._schema.name in METADATA:
