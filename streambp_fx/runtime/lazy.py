@@ -153,7 +153,7 @@ class _Cast(torch.autograd.Function):
     """A lazy tensor of another dtype or device, still lazy."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, function: Callable[[Tensor], Tensor], like: _Like) -> Tensor:
+    def forward(ctx: Any, source: LazyTensor, function: Callable[[Tensor], Tensor], like: _Like) -> Tensor:
         ctx.dtype, ctx.device = source.dtype, source.device
         return LazyTensor.make(lambda: function(source.computed().detach()), like)
 
