@@ -184,19 +184,19 @@ class _Check:
         return dataclasses.replace(checked, left_out=tuple(self._left_out(sizes, kind, drawn)))
 
     def _rounds(self, expected: Outcome, kind: StepKind | None) -> Iterator[frozenset[int]]:
-        """Outputs that are not differentiated: what is computed when read; all but the loss; none.
+        """Outputs that are not differentiated: what is computed when read; all but the loss; what is dropped.
 
         The other two do for the first.
         """
         losses = [k for k in expected.roots if expected.outputs[k].dim() == 0]
         alone = bool(losses) and len(expected.roots) > 1
-        every = self.lazy and LAZY in self.parts and kind is not None and not kind.behind
+        every = self.executor.lazy and LAZY in self.parts and kind is not None and not kind.behind
         if not (alone and every):
             yield self.lazy
         if alone:
             yield frozenset(range(len(expected.outputs))) - {losses[0]}
         if every:
-            yield frozenset()
+            yield self.lazy - self.executor.lazy.keys()  # those that are dropped
 
     # ---- the two runs
 
@@ -369,7 +369,7 @@ class _Check:
         longer = sorted(w for w in windows if w > sizes.rows)
         if longer:
             yield f"windows of {', '.join(map(str, longer))} rows, longer than the short sequence"
-        if self.lazy and LAZY in self.parts and (kind is None or kind.behind):
+        if self.executor.lazy and LAZY in self.parts and (kind is None or kind.behind):
             yield LAZY_LEFT_OUT
         if drawn.ok is None:
             yield f"what dropout draws: {drawn.reason}"

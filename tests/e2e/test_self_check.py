@@ -493,6 +493,17 @@ def test_steps_of_all_kinds_in_turn(
     assert "differs" not in text and "no short step is of that kind" not in text, text
 
 
+@pytest.mark.parametrize("logits", ["keep", "drop"])
+def test_logits_that_are_not_lazy(logits: str) -> None:
+    """No gradient is asked of what is dropped."""
+    model = Masked("logits").double()
+    call = torch.compile(model, backend="streambp", options={**OPTIONS, "logits": logits})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        call(*PLAIN)[0].backward()
+    assert checked(model).status == "agrees"
+
+
 def test_the_schedule_names_other_kinds() -> None:
     torch.manual_seed(3)
     model = Masked().double()
