@@ -467,6 +467,8 @@ def _one_sweep(facts: Facts, runners: list[Any], tail: Subgraph) -> int | None:
     single = len(wanted) == 1 and len(segment.outputs) == 1 and runner.needs_grad
     if not single or runner.programs.states or shape_of(tail.outputs[wanted[0]]) != ():
         return None
+    if segment.outputs[0] in facts.outputs:
+        return None  # somebody else may have a gradient for the rows
     earlier = {n for s in facts.segments[:-1] for n in s.outputs}
     if any(n in earlier or n in facts.differentiable for n in tail.inputs):
         return None

@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from mutants import nearest  # noqa: E402
 from mutants.hand_picked import hand_picked  # noqa: E402
-from mutants.nearest import MODULES, tests_of  # noqa: E402
 
 
 def test_each_text_occurs_once() -> None:
@@ -17,5 +17,5 @@ def test_each_text_occurs_once() -> None:
 
 
 def test_nearest_tests_are_there() -> None:
-    named = [p for path in MODULES for selection in tests_of(path) for p in selection]
-    assert all((ROOT / path).exists() for path in (*MODULES, *named))
+    named = [p for path in nearest.MODULES for selection in nearest.tests_of(path) for p in selection]
+    assert all((ROOT / path).exists() for path in (*nearest.MODULES, *named))
