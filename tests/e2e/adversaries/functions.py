@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from e2e_adversary import WHATEVER, Cases
+from e2e_adversary import REFUSED, WHATEVER, Cases
 from torch import Tensor
 
 CASES = Cases("functions")
@@ -69,8 +69,12 @@ class OfAWeight(torch.autograd.Function):
         return g @ w, (g.flatten(0, 1).T @ x.flatten(0, 1)).sign() * 0.01
 
 
-for _function in (Doubled, Reversed, NormedGradient, InPlace):
+for _function in (Doubled, Reversed, NormedGradient):
     CASES.block(WHATEVER, name=_function.__name__)(lambda m, x, ids, f=_function: x + f.apply(m.lin(x)))
+# Dynamo may refuse what it marks as changed.
+CASES.block({"compile": WHATEVER, "transform": f"{WHATEVER}|{REFUSED}"}, name="InPlace")(
+    lambda m, x, ids: x + InPlace.apply(m.lin(x))
+)
 CASES.block(WHATEVER, name="OfAWeight")(lambda m, x, ids: x + OfAWeight.apply(x, m.lin.weight))
 
 

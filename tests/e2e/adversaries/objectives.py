@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from e2e_adversary import REFUSED, WHATEVER, Cases
+from e2e_adversary import REFUSED, STREAMED, WHATEVER, Cases
 from e2e_subject import VOCAB, Subject, token_loss
 from torch import Tensor, nn
 
@@ -260,6 +260,13 @@ def a_vector_of_tokens(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 @CASES.loss(WHATEVER)
 def a_vector_of_samples(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x).transpose(1, 2), ids, reduction="none").mean(1)
+
+
+@CASES.loss({"compile": STREAMED, "transform": STREAMED})
+def a_loss_and_its_tokens(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """Both have a gradient."""
+    each = F.cross_entropy(*flat(m, x, ids), reduction="none")
+    return {"loss": each.mean(), "each": each}
 
 
 @CASES.loss(WHATEVER)
