@@ -27,7 +27,7 @@ from .passes.extract import is_random
 from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
 from .poison import Operand, Rows, first_difference
-from .runtime.executor import attribute
+from .runtime.parts import attribute
 from .runtime.questions import masks_to_test
 from .runtime.sizes import read_sizes, size_places
 

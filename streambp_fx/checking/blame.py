@@ -17,8 +17,9 @@ from ..passes.ir import Kind, PassError, Segment, evaluate_size
 from ..passes.segment import row_axis
 from ..passes.vjp import Columns
 from ..runtime.blocks import Step
-from ..runtime.executor import Executor, attribute
+from ..runtime.executor import Executor
 from ..runtime.function import StreamedSegment
+from ..runtime.parts import attribute
 from ..runtime.questions import Questions
 from ..runtime.streamed import SegmentRunner
 from .runs import differences, run
@@ -135,7 +136,7 @@ class _Trial:
     def _differs(self, segment: Segment, runner: SegmentRunner) -> tuple[str, Node | None]:
         """In words, with the node whose value or gradient it is; ("", None) if all is well."""
         order = (*segment.rows, *segment.constants)
-        part = self.executor._whole_form(segment)
+        part = self.executor.whole_form(segment)
         whole = [self.values[n] for n in segment.whole]
         results = []
         for streamed in (False, True):

@@ -18,13 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from ..options import Options
 from ..passes.batch import batch_size
 from ..passes.extract import Subgraph, is_random
-from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, Mask, Segment, evaluate_size, shape_of, tensors_of
-from ..passes.objective import is_linear
+from ..passes.ir import Facts, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.policy import Policy, groups
 from ..passes.segment import samples
 from ..passes.shown import is_shown
-from ..passes.vjp import SegmentPrograms
 from .blocks import Step
 from .common import OwnedBuffers, as_it_is
 from .function import StreamedSegment
@@ -33,6 +30,17 @@ from .kinds import Draws, Prepared, StepKind, step_kind
 from .lazy import LazyOutput
 from .offload import Store, store_for
 from .padding import Padding
+from .parts import (
+    Programs,
+    attribute,
+    lazy_parts,
+    one_sweep,
+    reads,
+    runners_of,
+    whole_form,
+    whole_inputs,
+    whole_targets,
+)
 from .questions import MaskQuestions, Questions, masks_to_test
 from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
 from .streamed import SegmentRunner
@@ -40,8 +48,6 @@ from .whole import WholeSegment
 from .written import WrittenInputs
 
 aten = torch.ops.aten
-# By signature of the segment, body, what is saved, and the dtype of sums.
-Programs = dict[tuple[str, str, str, str], SegmentPrograms]
 # Later than any segment.
 NEVER = 2**31
 
@@ -69,21 +75,21 @@ class Executor:
         # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
         self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         streamed = {n for s in facts.segments for n in s.outputs}
-        self.runners = _runners(facts, options, self.programs)
+        self.runners = runners_of(facts, options, self.programs)
         self.whole_forms: dict[int, Subgraph] = {}
         self.masks = masks_to_test(facts)
         self.asked = MaskQuestions(facts, self.masks)
         wanted = [n for n in self.results if isinstance(n, Node) and n not in streamed and tensors_of(n)]
-        known = streamed | _whole_inputs(facts)
+        known = streamed | whole_inputs(facts)
         self.tail = Subgraph(facts, list(dict.fromkeys(wanted)), known)
-        self.lazy = _lazy(facts, known) if options.logits == "lazy" else {}
+        self.lazy = lazy_parts(facts, known) if options.logits == "lazy" else {}
         read = {n for part in (self.tail, *self.lazy.values()) for n in part.inputs}
-        self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
+        self.whole = Subgraph(facts, whole_targets(facts, read, self.masks), set())
         self.policy, self.wide = options.stored, options.accumulate == "float32"
         self.groups = groups(facts, self.policy)
         self.last_read = _last_reads(self)
         self.random = any(is_random(n) for n in facts.nodes)
-        self.one_sweep = _one_sweep(facts, self.runners, self.tail)
+        self.one_sweep = one_sweep(facts, self.runners, self.tail)
         self.overwritten = _read_last_by_head(self)
         self.padding = Padding(self)
 
@@ -291,7 +297,7 @@ class Executor:
 
     def _inputs_of(self, group: list[Segment], values: dict[Any, Any]) -> dict[Node, Any]:
         made = {n for s in group for n in s.outputs}
-        read = [n for s in group for n in _reads(s, self.runners[s.index])]
+        read = [n for s in group for n in reads(s, self.runners[s.index])]
         return {n: values[n] for n in read if n not in made and n in values}
 
     def outputs_of(self, group: list[Segment]) -> list[Node]:
@@ -309,7 +315,7 @@ class Executor:
     ) -> None:
         runner = self.runners[segment.index]
         if not isinstance(runner, Subgraph) and segment.chained and runner.is_full(step):
-            runner = self._whole_form(segment)  # NOTE [chained states]
+            runner = self.whole_form(segment)  # NOTE [chained states]
         if isinstance(runner, Subgraph):
             given = [self.value(n, values, sizes) for n in runner.inputs]
             outputs = WholeSegment.apply(runner, *given)
@@ -319,9 +325,9 @@ class Executor:
             outputs = StreamedSegment.apply(runner, step, whole, unread, *tensors)
         values.update(zip(segment.outputs, outputs, strict=True))
 
-    def _whole_form(self, segment: Segment) -> Subgraph:
+    def whole_form(self, segment: Segment) -> Subgraph:
         if segment.index not in self.whole_forms:
-            self.whole_forms[segment.index] = _whole_form(self.facts, segment)
+            self.whole_forms[segment.index] = whole_form(self.facts, segment)
         return self.whole_forms[segment.index]
 
     def _sweep(
@@ -361,12 +367,6 @@ def _contiguous_at(executor: Executor) -> list[int]:
     return [k for k, n in enumerate(executor.placeholders) if n in by_rows and tensors_of(n)]
 
 
-def _reads(segment: Segment, runner: Any) -> list[Node]:
-    if isinstance(runner, Subgraph):
-        return runner.inputs
-    return [*segment.rows, *segment.constants, *segment.whole]
-
-
 def _last_reads(executor: Executor) -> dict[Node, int]:
     """The last segment that reads what another has made; later than all: the epilogue and the caller."""
     made = {n for s in executor.facts.segments for n in s.outputs}
@@ -374,7 +374,7 @@ def _last_reads(executor: Executor) -> dict[Node, int]:
     found = dict.fromkeys((n for n in executor.results if isinstance(n, Node)), NEVER)
     found.update(dict.fromkeys((n for p in parts for n in p.inputs), NEVER))
     for segment in reversed(executor.facts.segments):
-        for node in _reads(segment, executor.runners[segment.index]):
+        for node in reads(segment, executor.runners[segment.index]):
             found.setdefault(node, segment.index)
     return {n: index for n, index in found.items() if n in made}
 
@@ -401,75 +401,3 @@ def _kept_in(store: Store | None) -> Any:
         return contextlib.nullcontext()
     store.begin()
     return torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack)
-
-
-def attribute(facts: Facts, node: Node) -> Any:
-    """The value of a `get_attr` node."""
-    value: Any = facts.module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _whole_form(facts: Facts, segment: Segment) -> Subgraph:
-    return Subgraph(facts, segment.outputs, {*segment.rows, *segment.constants, *segment.whole})
-
-
-def _runners(facts: Facts, options: Options, shared: Programs) -> list[Any]:
-    """A runner for each segment; identical segments share their programs."""
-    runners: list[Any] = []
-    for segment in facts.segments:
-        if not segment.chunked or segment.kind == "whole":
-            runners.append(_whole_form(facts, segment))
-            continue
-        save = options.save if segment.mixings else "inputs"
-        key = (segment.signature, options.body, save, options.accumulate)
-        programs = shared.get(key)
-        if programs is None:
-            programs = shared[key] = SegmentPrograms(facts, segment, *key[1:])
-        runners.append(SegmentRunner(facts, segment, programs))
-    return runners
-
-
-def _whole_inputs(facts: Facts) -> set[Node]:
-    return {n for n, k in facts.kinds.items() if k is Kind.WHOLE}
-
-
-def _lazy(facts: Facts, known: set[Node]) -> dict[int, Subgraph]:
-    """For each wide output, how it is made of what the segments store."""
-    parts = {k: Subgraph(facts, [n], known) for k, n in facts.lazy.items()}
-    assert not any(p.random for p in parts.values())
-    return parts
-
-
-def _whole_targets(facts: Facts, read: set[Node], tested: dict[Mask, bool]) -> list[Node]:
-    """Whole values that segments, the epilogue, lazy outputs or the masks' run-time tests read."""
-    wanted = {n for s in facts.segments for n in s.whole}
-    wanted |= {n for n in read if facts.kinds[n] is Kind.WHOLE}
-    wanted |= {n for m in tested for n in mask_facts(facts, m).linear.values()}
-    pending = [n for m in tested for n in m.nodes]
-    while pending:
-        node = pending.pop()
-        for operand in node.all_input_nodes:
-            if facts.kinds[operand] is Kind.WHOLE:
-                wanted.add(operand)
-            elif facts.kinds[operand] is Kind.SQUARE:
-                pending.append(operand)
-    return [n for n in facts.nodes if n in wanted and n.op == "call_function"]
-
-
-def _one_sweep(facts: Facts, runners: list[Any], tail: Subgraph) -> int | None:
-    """Position of the scalar among the epilogue's outputs if loss and gradient take one sweep."""
-    if not facts.segments or not isinstance(runners[-1], SegmentRunner):
-        return None
-    segment, runner = facts.segments[-1], runners[-1]
-    wanted = [k for k, n in enumerate(tail.outputs) if n in facts.needs_grad]
-    single = len(wanted) == 1 and len(segment.outputs) == 1 and runner.needs_grad
-    if not single or runner.programs.states or shape_of(tail.outputs[wanted[0]]) != ():
-        return None
-    if segment.outputs[0] in facts.outputs:
-        return None  # somebody else may have a gradient for the rows
-    earlier = {n for s in facts.segments[:-1] for n in s.outputs}
-    if any(n in earlier or n in facts.differentiable for n in tail.inputs):
-        return None
-    return wanted[0] if is_linear(facts, segment.outputs, tail.outputs[wanted[0]]) else None
