@@ -16,10 +16,13 @@ from .runtime.lazy import LazyTensor
 def vocabularies(model: nn.Module) -> set[int]:
     """How wide logits of a vocabulary may be, as the model says by the interface of transformers.
 
-    Scores of a classifier are not as wide, and stay.
+    Scores of a classifier are not as wide, and stay. A model that does not say it has a table for its tokens,
+    the largest of its tables.
     """
     asked = (m for m in model.modules() if hasattr(m, "get_input_embeddings"))
-    return {width for m in asked for width in _widths(m)}
+    told = {width for m in asked for width in _widths(m)}
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return told or set(sorted(tables)[-1:])
 
 
 def _widths(model: Any) -> list[int]:
@@ -66,10 +69,8 @@ def without_lazy(output: Any, model: nn.Module) -> Any:
     """The output without logits that are as wide as a vocabulary, and that would be computed when read.
 
     Others stay: lazy logits mean what they meant. So do those of an output that cannot be copied and changed.
-    A model that does not say how wide its logits are has tables for its tokens.
     """
-    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    widths = vocabularies(model) or tables
+    widths = vocabularies(model)
     if isinstance(output, (tuple, list)):
         return tree_map_only(LazyTensor, lambda v: None if _is_wide(v, widths) else v, output)
     if not _is_wide(_field(output, "logits"), widths):

@@ -313,7 +313,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 def part(output: Any, name: str) -> Any:
     if type(output) is tuple:
         return output[name == "logits"]
-    return output[name] if isinstance(output, dict) else getattr(output, name)
+    return getattr(output, name) if hasattr(output, name) else output[name]
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)

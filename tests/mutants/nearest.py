@@ -8,7 +8,7 @@ MODULES = {
     "passes/footprints.py": ["tests/passes/test_masks.py"],
     "passes/extract.py": ["tests/e2e/test_dropout.py"],
     "passes/functional.py": ["tests/e2e/test_changes_in_place.py"],
-    "passes/gradients.py": ["tests/passes/test_gradients.py"],
+    "passes/gradients.py": ["tests/passes/test_gradient_edges.py"],
     "passes/lower.py": ["tests/e2e/test_gradients.py"],
     "passes/mask_data.py": ["tests/passes/test_masks.py", "tests/e2e/test_packed.py"],
     "passes/mask_elements.py": ["tests/passes/test_masks.py"],
