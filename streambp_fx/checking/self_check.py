@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # Share of the norm of the whole gradient below which that of an input is no scale of its own.
 VANISHING = 1e-3
-# A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. (Of SmolLM2's
-# 272 parameters, in float32, the worst of a right step has 2.01.)
+# A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. Of the 272
+# parameters of SmolLM2, in float32, the worst of a right step has 2.01.
 BEYOND = 4.0
 # Two draws of noise differ by chance: that of a gradient counts as no less than what this share of them has
 # at most.
