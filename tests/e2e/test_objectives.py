@@ -76,8 +76,8 @@ WAYS = [*(("llama", o) for o in OBJECTIVES), ("gemma2", "mean"), ("gemma2", "pre
 @pytest.mark.parametrize(("family", "objective"), sample(WAYS, *(("llama", o) for o in OFTEN)))
 def test_objectives_are_exact(family: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps: list[int | None] = []
-    decide = executor._one_sweep
-    monkeypatch.setattr(executor, "_one_sweep", lambda *a: sweeps.append(decide(*a)) or sweeps[-1])
+    decide = executor.one_sweep
+    monkeypatch.setattr(executor, "one_sweep", lambda *a: sweeps.append(decide(*a)) or sweeps[-1])
     check_exact(
         functools.partial(WithObjective, family, objective), {"T=67": plain(2, 67), "T=33": plain(2, 33)}
     )
