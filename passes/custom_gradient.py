@@ -157,16 +157,15 @@ class _Random(TorchDispatchMode):
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        tagged = torch.Tag.nondeterministic_seeded in func.tags
-        self.found |= tagged or not is_deterministic(func)
+        self.found |= not is_deterministic(func)
         return func(*args, **(kwargs or {}))
 
 
 def _draws(function: CustomFunction, inputs: tuple) -> bool:
     """True unless forward and backward, run on fake tensors of numbers for sizes, draw no random numbers."""
-    with FakeTensorMode() as mode, torch.no_grad(), _Random() as seen:
+    with FakeTensorMode(), torch.no_grad(), _Random() as seen:
         try:
-            given = pytree.tree_map(lambda v: _with_numbers(v, mode), inputs)
+            given = pytree.tree_map(_with_numbers, inputs)
             output, saved = Interpreter(function.forward).run(*given)
             outputs = output if isinstance(output, (tuple, list)) else [output]
             gradients = [torch.zeros_like(o) if isinstance(o, torch.Tensor) else None for o in outputs]
@@ -176,7 +175,7 @@ def _draws(function: CustomFunction, inputs: tuple) -> bool:
     return seen.found
 
 
-def _with_numbers(value: Any, mode: FakeTensorMode) -> Any:
+def _with_numbers(value: Any) -> Any:
     """A fake tensor, or a number, with the sizes of the call that is captured."""
     size = lambda s: s.node.hint if isinstance(s, torch.SymInt) else s  # noqa: E731
     if not isinstance(value, torch.Tensor):

@@ -59,10 +59,8 @@ def is_random(node: Node) -> bool:
     """
     if isinstance(node.target, CustomFunction):
         return node.target.draws
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or is_deterministic(node.target):
         return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return not is_deterministic(node.target)
     if node.target is torch.ops.aten.dropout.default:
         return not drops_nothing(**arguments(node))
     attention = node.target is torch.ops.aten.scaled_dot_product_attention.default

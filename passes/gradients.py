@@ -70,11 +70,9 @@ class GradientEdges:
 
     def _leaf(self, value: Any, differentiated: bool) -> Any:
         own = self.environment.like(value)
-        return (
-            own.requires_grad_()
-            if differentiated and isinstance(own, Tensor) and _is_differentiable(own)
-            else own
-        )
+        if isinstance(own, Tensor):
+            own.requires_grad_(differentiated and _is_differentiable(own))
+        return own
 
 
 def reached(facts: Facts, nodes: Iterable[Node], ends: Collection[Node] = ()) -> set[Node]:

@@ -93,13 +93,16 @@ def chosen_by_index(graph: Graph, node: Node) -> Node | None:
         return None
     *rows, chosen = indices
     whole_numbers = chosen.meta["val"].dtype in (torch.int32, torch.int64)
-    if not whole_numbers or shape_of(node) != sizes[:-1] or shape_of(chosen) != sizes[:-1]:
+    if (
+        not whole_numbers
+        or not sizes[-1].is_Integer
+        or shape_of(node) != sizes[:-1]
+        or shape_of(chosen) != sizes[:-1]
+    ):
         return None
     if not all(_counts(n, sizes[k], len(rows) - k) for k, n in enumerate(rows)):
         return None
-    behind = insert(graph, node, aten.add.Scalar, chosen, int(sizes[-1])) if sizes[-1].is_Integer else None
-    if behind is None:
-        return None
+    behind = insert(graph, node, aten.add.Scalar, chosen, int(sizes[-1]))
     negative = insert(graph, node, aten.lt.Scalar, chosen, 0)
     places = insert(graph, node, aten.where.self, negative, behind, chosen)
     places = insert(graph, node, aten.to.dtype, places, torch.int64)

@@ -6,6 +6,7 @@ belong to the weight alone. An op that also quantises its rows is none of them, 
 
 from __future__ import annotations
 
+import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
@@ -26,7 +27,9 @@ DETERMINISTIC = frozenset(
 
 
 def is_deterministic(op: OpOverload) -> bool:
-    """True if an op without the tag for random numbers is known to draw none."""
+    """True if an op is known to draw no random numbers, whatever its arguments."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
     return op.namespace in TAGGED or rule_of(op) is not None or op._schema.name in DETERMINISTIC
 
 

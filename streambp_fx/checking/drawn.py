@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .runs import Outcome, differences, run
+from .runs import VANISHING, Outcome, differences, run
 
 Call = Callable[..., Any]
 SEED = 20
@@ -32,8 +32,6 @@ APART = 10.0
 MOST_MOVED = 0.1
 # Elements that are moved, at most; but of one parameter in any case.
 MOVED = 1 << 18
-# Share of the norm of the whole gradient below which that of an input is no scale of its own.
-VANISHING = 1e-3
 # A parameter of zeros is taken to have elements of this size.
 LEAST = 1e-2
 

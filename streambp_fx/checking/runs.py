@@ -19,6 +19,8 @@ from .sketch import Sketch, sketch
 Call = Callable[..., Any]
 # Cotangents of float16 outputs, so that small gradients do not vanish.
 HALF_SCALE = 1024.0
+# Share of the norm of the whole gradient below which that of an input is no scale of its own.
+VANISHING = 1e-3
 
 
 @dataclass

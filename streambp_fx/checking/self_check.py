@@ -41,14 +41,12 @@ from .drawn import CLEAR as SMOOTH
 from .drawn import Drawn, Trial
 from .randomness import Drawing, comparable
 from .result import OF_KINDS, SelfCheck
-from .runs import Difference, Noisy, Outcome, differences, run
+from .runs import VANISHING, Difference, Noisy, Outcome, differences, run
 from .short import CHUNK, Cut, Sizes, candidates, wanted_rows
 
 log = logging.getLogger(__name__)
 # Relative differences that rounding may make, by dtype; above it, rounding is measured.
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
-# Share of the norm of the whole gradient below which that of an input is no scale of its own.
-VANISHING = 1e-3
 # A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. Of the 272
 # parameters of SmolLM2, in float32, the worst of a right step has 2.01.
 BEYOND = 4.0
