@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -12,6 +13,18 @@ from torch.utils import _pytree as pytree
 # Finite poison, in units of the root mean square of what it replaces: small beside the range of any dtype,
 # and large enough that a weight of 1e-3 on it is seen in every precision.
 SCALE = 8.0
+
+
+class Poison(Enum):
+    """What rows of floating point numbers are replaced with; integers always with those of other rows.
+
+    NAN: seen wherever it is read, since nothing absorbs it. NUMBERS: random ones, several times as large.
+    OTHER_ROWS: the values of the next row, which an op that checks its values (probabilities) takes as well.
+    """
+
+    NAN = "nan"
+    NUMBERS = "numbers"
+    OTHER_ROWS = "other rows"
 
 
 @dataclass(frozen=True)
@@ -54,30 +67,32 @@ class Operand:
         self.clean, self.rows, self.seed = clean, rows, seed
         self.buffer = clean.clone()
         self.faithful = self.buffer.stride() == clean.stride() and clean.storage_offset() == 0
-        self._random: Tensor | None = None
+        self._made: dict[Poison, Tensor] = {}
 
-    def poison(self, low: int, high: int, finite: bool) -> None:
-        """Replace rows [low, high): with NaN, or with finite numbers; integers with those of other rows."""
+    def poison(self, low: int, high: int, kind: Poison) -> None:
+        """Replace rows [low, high)."""
         target = self.rows.of(self.buffer, low, min(high, self.rows.length))
-        if self.clean.dtype.is_floating_point and not finite:
+        if self.clean.dtype.is_floating_point and kind is Poison.NAN:
             target.fill_(float("nan"))
-        else:
-            if self._random is None:
-                self._random = self._other_values()
-            target.copy_(self.rows.of(self._random, low, min(high, self.rows.length)))
+            return
+        if kind not in self._made:
+            self._made[kind] = self._values(kind)
+        target.copy_(self.rows.of(self._made[kind], low, min(high, self.rows.length)))
 
     def restore(self, low: int, high: int) -> None:
         high = min(high, self.rows.length)
         self.rows.of(self.buffer, low, high).copy_(self.rows.of(self.clean, low, high))
 
-    def _other_values(self) -> Tensor:
-        clean = self.clean
+    def _values(self, kind: Poison) -> Tensor:
+        clean, rows = self.clean, self.rows
         generator = torch.Generator(clean.device).manual_seed(self.seed)
         if clean.dtype == torch.bool:
             return clean.logical_not()
+        if kind is Poison.OTHER_ROWS:
+            return rows.split(clean).roll(-1, rows.own_dim).reshape(clean.shape)
         if not clean.dtype.is_floating_point:
-            order = torch.randperm(self.rows.length, generator=generator, device=clean.device)
-            return self.rows.split(clean).index_select(self.rows.own_dim, order).reshape(clean.shape)
+            order = torch.randperm(rows.length, generator=generator, device=clean.device)
+            return rows.split(clean).index_select(rows.own_dim, order).reshape(clean.shape)
         noise = torch.randn(clean.shape, generator=generator, device=clean.device, dtype=torch.float32)
         finite = clean.float().nan_to_num(0.0, 0.0, 0.0)
         size = float(finite.square().mean().sqrt()) or 1.0

@@ -26,7 +26,7 @@ from .passes.chunk import ALIGNED
 from .passes.extract import is_random
 from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
-from .poison import Operand, Rows, first_difference
+from .poison import Operand, Poison, Rows, first_difference
 from .runtime.parts import attribute
 from .runtime.questions import masks_to_test
 from .runtime.sizes import read_sizes, size_places
@@ -37,8 +37,11 @@ COLUMNS: dict[Any, tuple[int | str, ...]] = {
     aten.scaled_dot_product_attention.default: (1, 2, "key", "value"),
     aten.baddbmm.default: (2, "batch2"),
 }
+# Ops of PyTorch that check floating point operands; one that is missing here is met on the CPU only.
+CHECKED = {aten.binary_cross_entropy.default, aten.bernoulli.default, aten.multinomial.default}
 PRODUCT_COLUMNS: tuple[int | str, ...] = (1, "other", "mat2")
 Substitute = Callable[[Node, bool], Any]
+Interval = tuple[int, int]
 
 
 def check_not_random(facts: Facts) -> None:
@@ -254,7 +257,9 @@ class IndependenceProbe:
         NOTE [which poison]: NaN wherever rows are not touched at all: nothing absorbs it. Where a mask hides
         rows they *are* touched, as 0 * x, and 0 * NaN is NaN; there the poison is finite random numbers, of
         several times the size of the rows they replace. Token ids and other integers are exchanged for those
-        of other rows, since they must stay in range.
+        of other rows, since they must stay in range; and so are floating point numbers of an op that checks
+        them, as a loss of probabilities does. On an accelerator such a check ends the process, so that NaN is
+        given there to no op that may make one.
         """
         operands = {
             n: Operand(self.values[n], rows, self.seed)
@@ -267,7 +272,16 @@ class IndependenceProbe:
                 node, lambda n, column: operands[n].buffer if n in operands and not column else self.values[n]
             )
 
-        return self._trials(node, list(operands.values()), run, Role.ROW, reads=1)
+        return self._trials(
+            node, list(operands.values()), run, Role.ROW, reads=1, kind=self._poison_for(node)
+        )
+
+    def _poison_for(self, node: Node) -> Poison:
+        """NaN, if the op takes it."""
+        known = getattr(node.target, "namespace", None) in ("aten", "prims") and node.target not in CHECKED
+        read = [self.values[n] for n in node.all_input_nodes]
+        on_cpu = all(v.device.type == "cpu" for v in read if isinstance(v, Tensor))
+        return Poison.NAN if known or on_cpu else Poison.OTHER_ROWS
 
     def _try_columns(self, node: Node) -> list[tuple[int, str | None]]:
         """Scores: column j against row j of the operand that is read by columns."""
@@ -301,7 +315,7 @@ class IndependenceProbe:
                 made[member] = self._call(member, value)
             return made[node]
 
-        return self._trials(node, list(operands.values()), run, Role.ROW, reads=window, finite=True)
+        return self._trials(node, list(operands.values()), run, Role.ROW, reads=window, kind=Poison.NUMBERS)
 
     def _operands(self, node: Node, columns: bool) -> list[Node]:
         """Tensor operands that are read by columns, or those that are not."""
@@ -357,7 +371,7 @@ class IndependenceProbe:
         run: Callable[[], Any],
         role: Role,
         reads: int | None,
-        finite: bool = False,
+        kind: Poison = Poison.NAN,
     ) -> list[tuple[int, str | None]]:
         """What was tried: rows r, and in words what changed, if anything did.
 
@@ -366,7 +380,7 @@ class IndependenceProbe:
             run: computes the value from the operands' buffers.
             role: the axis of the value along which it is compared.
             reads: how many rows row r reads, itself the last; None: all up to its own.
-            finite: the kind of poison, see NOTE [which poison].
+            kind: of poison, see NOTE [which poison].
         """
         if not operands:
             return []
@@ -380,16 +394,24 @@ class IndependenceProbe:
         tried: list[tuple[int, str | None]] = []
         for r in self.rows_of.get(self._index(node), self.rows):
             for poisoned, compared, words in _sides(r, rows.length, reads):
-                for operand in operands:
-                    operand.poison(*poisoned, finite=finite)
-                difference = first_difference(reference, run(), rows, *compared)
-                for operand in operands:
-                    operand.restore(*poisoned)
+                found = self._poisoned(operands, poisoned, run, kind)
+                difference = first_difference(reference, found, rows, *compared)
                 tried.append((r, difference and f"{role.value} {difference} when {words} were poisoned"))
         return tried
 
-
-Interval = tuple[int, int]
+    def _poisoned(self, operands: list[Operand], rows: Interval, run: Callable[[], Any], kind: Poison) -> Any:
+        """The value from poisoned operands; with those of other rows if the op refuses NaN."""
+        for operand in operands:
+            operand.poison(*rows, kind)
+        try:
+            return run()
+        except RuntimeError:
+            if kind is not Poison.NAN:
+                raise
+            return self._poisoned(operands, rows, run, Poison.OTHER_ROWS)
+        finally:
+            for operand in operands:
+                operand.restore(*rows)
 
 
 def _sides(r: int, length: int, reads: int | None) -> Iterator[tuple[Interval, Interval, str]]:

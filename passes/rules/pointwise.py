@@ -96,15 +96,33 @@ LIKE_ANOTHER = (aten.type_as.default, aten.to.other)
 
 
 def pointwise_ops() -> list[torch._ops.OpOverload]:
-    """The overloads of the list above that this version of torch has."""
-    found = []
-    for name in POINTWISE:
-        packet, overload = name.rsplit(".", 1)
-        op = getattr(getattr(aten, packet, None), overload, None)
-        if op is not None:
-            found.append(op)
+    """The overloads of the list above that this version of torch has, and those that it tags as pointwise."""
+    named = [getattr(getattr(aten, n.split(".")[0], None), n.split(".")[1], None) for n in POINTWISE]
     fused = getattr(torch.ops.prims, "fma", None)  # what functionalization makes of `addcmul_`
-    return found if fused is None else [*found, fused.default]
+    named.append(getattr(fused, "default", None))
+    return sorted({op for op in (*named, *tagged_ops()) if op is not None}, key=str)
+
+
+def tagged_ops() -> list[torch._ops.OpOverload]:
+    """The ops that PyTorch tags as pointwise and that make one tensor of tensors (`equal` makes a bool).
+
+    Random ones are left out, and special functions, of which some cannot be traced with symbolic sizes.
+    """
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and not packet.startswith("special_"):
+            op = getattr(getattr(aten, packet), overload or "default")
+            if torch.Tag.pointwise in op.tags and _makes_a_tensor(op._schema):
+                found.append(op)
+    return found
+
+
+def _makes_a_tensor(schema: torch.FunctionSchema) -> bool:
+    if schema.is_mutable or [str(r.type) for r in schema.returns] != ["Tensor"]:
+        return False
+    types = [str(a.type) for a in schema.arguments]
+    return "Tensor" in types and not any("Generator" in t for t in types)
 
 
 # Elementwise losses that take a reduction, with the position of that argument.

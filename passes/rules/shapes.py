@@ -206,6 +206,16 @@ def select(ctx: RuleContext, node: Node) -> Layout:
     return layout[:dim] + layout[dim + 1 :]
 
 
+@rule(aten.diagonal.default)
+def diagonal(ctx: RuleContext, node: Node) -> Layout:
+    """The diagonal of two dims without the sequence is a new last dim."""
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    dims = [normalize_dim(call[d], len(layout)) for d in ("dim1", "dim2")]
+    forbid(layout, dims, "a diagonal over")
+    return (*(axis for dim, axis in enumerate(layout) if dim not in dims), None)
+
+
 @rule(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
 def split(ctx: RuleContext, node: Node) -> Layout:
     """Parts of a dim without the sequence: rows stay rows."""

@@ -493,6 +493,27 @@ def test_steps_of_all_kinds_in_turn(
     assert "differs" not in text and "no short step is of that kind" not in text, text
 
 
+class Probabilities(Model):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.binary_cross_entropy(
+            self.head(x).sigmoid(), F.one_hot(labels.clamp_min(0), VOCAB).to(x.dtype)
+        )
+
+
+def test_an_op_that_checks_its_values_is_given_such_as_it_takes() -> None:
+    """NaN is no probability: the trial of its rows would be an error, or end the process on a GPU."""
+    torch.manual_seed(3)
+    model = Probabilities().double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        torch.compile(model, backend="streambp", options=OPTIONS)(*batch())
+    found = checked(model)
+    assert found.ok and all(segment.chunked for segment in streambp_fx.schedule(model).segments)
+
+
 @pytest.mark.parametrize("logits", ["keep", "drop"])
 def test_logits_that_are_not_lazy(logits: str) -> None:
     """No gradient is asked of what is dropped."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from opdb_cases import by_hand
+from streambp_fx.passes.rules.pointwise import tagged_ops
 from torch import Tensor
 
 aten = torch.ops.aten
@@ -21,6 +22,33 @@ def floats(*shape: int) -> Tensor:
 
 def ints(high: int, *shape: int) -> Tensor:
     return torch.randint(0, high, shape)
+
+
+def _by_schema(op: Any, whole_numbers: bool) -> tuple[tuple, dict[str, Any]]:
+    """Arguments for an elementwise op: the second tensor has a row for each of the first, numbers are 2."""
+    args: list[Any] = []
+    for argument in op._schema.arguments:
+        if argument.has_default_value() or argument.kwarg_only:
+            break
+        shape = (L, 1) if any(isinstance(v, Tensor) for v in args) else (3, L, 4)
+        drawn = ints(5, *shape) + 1 if whole_numbers else floats(*shape).sigmoid()
+        args.append(drawn if str(argument.type) == "Tensor" else 2)
+    required = [a for a in op._schema.arguments if a.kwarg_only and not a.has_default_value()]
+    return tuple(args), {a.name: 2 for a in required}
+
+
+@by_hand
+def tagged_as_elementwise() -> Iterator[Sample]:
+    """One sample of each op that has its rule because PyTorch tags it."""
+    for op in tagged_ops():
+        for whole_numbers in (False, True):
+            args, kwargs = _by_schema(op, whole_numbers)
+            try:
+                op(*args, **kwargs)
+            except (RuntimeError, NotImplementedError):
+                continue
+            yield op, args, kwargs
+            break
 
 
 @by_hand

@@ -35,8 +35,6 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Te
     "expand_as": (lambda h: h.expand_as(h), lambda y, h: y),
     "broadcast_to": (lambda h: h.broadcast_to(h.shape), lambda y, h: y),
     "broadcast_tensors": (lambda h: torch.broadcast_tensors(h, h)[0], lambda y, h: y),
-    "unfold channels": (lambda h: h.unfold(2, 3, 3), lambda y, h: y.flatten(2)),
-    "unfold rows": (lambda h: h.unfold(1, 1, 1), lambda y, h: y.squeeze(-1)),
     "narrow": (lambda h: h.narrow(2, 1, 5), lambda y, h: y.mean(-1, keepdim=True)),
     "narrow rows": (lambda h: h.narrow(1, 0, h.shape[1]), lambda y, h: y),
     "slice": (lambda h: h[..., 2:9], lambda y, h: y.sum(-1, keepdim=True)),
@@ -83,7 +81,6 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Te
     "dropout p=0": (lambda h: F.dropout(h, 0.0, True), lambda y, h: y),
     "dropout in evaluation": (lambda h: F.dropout(h, 0.5, False), lambda y, h: y),
     "identity module": (lambda h: torch.nn.Identity()(h), lambda y, h: y),
-    "as_strided": (lambda h: h.as_strided(h.size(), h.stride()), lambda y, h: y),
     "view of a view": (
         lambda h: h.flatten(0, 1).unflatten(-1, (3, 4)).select(1, 1),
         lambda y, h: y.view(*h.shape[:2], 4).repeat(1, 1, 3),
@@ -91,8 +88,12 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Te
     "cat of one": (lambda h: torch.cat([h], -1), lambda y, h: y),
     "clone": (lambda h: h.clone(), lambda y, h: y),
 }
-# Not causal, or nothing that a rule knows: exact all the same.
+# Not causal, nothing that a rule knows, or what functionalization makes for one length only (a change of an
+# `unfold`): exact all the same.
 UNKNOWN = {
+    "unfold channels": (lambda h: h.unfold(2, 3, 3), lambda y, h: y.flatten(2)),
+    "unfold rows": (lambda h: h.unfold(1, 1, 1), lambda y, h: y.squeeze(-1)),
+    "as_strided": (lambda h: h.as_strided(h.size(), h.stride()), lambda y, h: y),
     "diagonal across rows": (
         lambda h: h.diagonal(0, 1, 2),
         lambda y, h: y.sum(-1)[:, None, None],
