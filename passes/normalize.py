@@ -5,6 +5,8 @@ Every rewrite keeps the value (grouped heads up to rounding). Grad-mode regions 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -126,6 +128,21 @@ def same_dtype(graph: Graph, node: Node) -> Node | None:
 def alias(graph: Graph, node: Node) -> Node | None:
     """Another name of a value is the value."""
     return node.args[0]
+
+
+def _fused() -> list[Any]:
+    """The op that functionalization makes of `addcmul_`, where this version of torch has it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._inductor.inductor_prims")  # registers it
+    packet = getattr(torch.ops.prims, "fma", None)
+    return [] if packet is None else [packet.default]
+
+
+@rewrite(*_fused())
+def multiplied_and_added(graph: Graph, node: Node) -> Node:
+    """`fma(a, b, c)` is a * b + c, with one rounding less. (It cannot be traced on fake tensors again.)"""
+    first, second, third = node.args
+    return insert(graph, node, aten.add.Tensor, insert(graph, node, aten.mul.Tensor, first, second), third)
 
 
 @rewrite(aten.copy.default)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-
 import torch
 from torch.fx import Node
 
@@ -101,10 +98,6 @@ LIKE_ANOTHER = (aten.type_as.default, aten.to.other)
 def pointwise_ops() -> list[torch._ops.OpOverload]:
     """The overloads of the list above that this version of torch has, and those that it tags as pointwise."""
     named = [getattr(getattr(aten, n.split(".")[0], None), n.split(".")[1], None) for n in POINTWISE]
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch._inductor.inductor_prims")  # registers the op below
-    fused = getattr(torch.ops.prims, "fma", None)  # what functionalization makes of `addcmul_`
-    named.append(getattr(fused, "default", None))
     return sorted({op for op in (*named, *tagged_ops()) if op is not None}, key=str)
 
 
