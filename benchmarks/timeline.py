@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from streambp_fx.passes.ir import Kind
 from streambp_fx.passes.lower import Lowered
+from streambp_fx.passes.step.instructions import BufferKind
 
 from streambp_fx.ledger import (
     BODIES,
@@ -125,41 +126,44 @@ class Timeline(LiveBytes):
 
     def called(self, call: Callable, runner: SegmentRunner, kind: str, *args: Any) -> list[Any]:
         """In the place of `SegmentRunner.call`."""
-        block, step, index, given = args
+        block, step, index, frame, _ = args
         self._close(None, None)
         segment, head = runner.segment, not runner.segment.mixings
         head = head and segment.index == len(runner.facts.segments) - 1
-        phase = "backward" if given.cotangents and kind != "loss" else "forward"
+        of: dict[BufferKind, list[torch.Tensor]] = {}
+        for buffer, value in frame.tensors.items():
+            of.setdefault(buffer.kind, []).append(value)
+        phase = "backward" if BufferKind.COTANGENT in of and kind != "loss" else "forward"
         at = (phase, segment.index, LOSS if head else BODIES)
         if at != self._at:
             self._visit, self._at = self._visit + 1, at
         values = call(runner, kind, *args)
         names = ("rows", "prefix", "low", "total")
         numbers = dict(zip(names, block.extent.sizes, strict=True))
-        numbers |= {str(s): step.sizes[s] for s in runner.programs.slots(kind).symbols}
+        numbers |= {str(s): step.sizes[s] for s in runner.programs.symbols}
         self._close(index, kind, lowered=self._lowered, numbers=numbers)
         kinds = runner.facts.kinds
-        for node, value in zip(segment.rows, given.rows, strict=True):
+        for node, value in zip(segment.rows, of.get(BufferKind.ROWS, ()), strict=True):
             self.held_for(DATA if kinds.get(node) is Kind.WHOLE else STORED, [value])
-        self.held_for(DATA, given.whole)
-        self.held_for(STATE, given.states)
-        self.held_for(STATE_GRADIENTS, given.gradients)
-        self.held_for(PARAMETERS, given.accumulators)
-        self.held_for(LOSS if kind == "loss" else HIDDEN, given.cotangents)
-        self.held_for(KEPT, itertools.chain(*given.kept))
-        self.held_for(at[-1], given.workspace.values())
+        causes = {
+            BufferKind.WHOLE: DATA,
+            BufferKind.STATE: STATE,
+            BufferKind.STATE_GRADIENT: STATE_GRADIENTS,
+            BufferKind.SUM: PARAMETERS,
+            BufferKind.COTANGENT: LOSS if kind == "loss" else HIDDEN,
+            BufferKind.OUTPUT: LOSS if at[-1] == LOSS else STORED,
+            BufferKind.GRADIENT: HIDDEN,
+        }
+        for what, cause in causes.items():
+            self.held_for(cause, of.get(what, ()))
+        self.held_for(KEPT, itertools.chain(*frame.kept))
+        self.held_for(at[-1], frame.workspace.values())
         return values
 
-    def written(self, write: Callable, runner: SegmentRunner, node: Any, buffer: Any, *args: Any) -> None:
-        """In the place of `SegmentRunner.write`."""
-        write(runner, node, buffer, *args)
-        output = LOSS if self._at[-1] == LOSS else STORED
-        self.held_for(output if node in runner.segment.outputs else HIDDEN, [buffer])
-
-    def finished(self, finish: Callable, runner: SegmentRunner, *args: Any) -> list[torch.Tensor]:
-        """In the place of `SegmentRunner.finished`."""
-        found = finish(runner, *args)
-        self.held_for(PARAMETERS, found)
+    def rounded(self, round_: Callable, runner: SegmentRunner, *args: Any) -> torch.Tensor:
+        """In the place of `SegmentRunner.rounded`."""
+        found = round_(runner, *args)
+        self.held_for(PARAMETERS, [found])
         return found
 
     def used(self, program: Callable, runner: SegmentRunner, *args: Any) -> Lowered:
@@ -180,8 +184,7 @@ def recorded(known: Iterable[torch.Tensor] = ()) -> Iterator[Timeline]:
         hooks: dict[str, Callable] = {
             "call": timeline.called,
             "program": timeline.used,
-            "write": timeline.written,
-            "finished": timeline.finished,
+            "rounded": timeline.rounded,
         }
         for name, hook in hooks.items():
             own = getattr(SegmentRunner, name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -14,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from .capture import SymbolTable
-from .chunk import Ranges, State, narrow
+from .chunk import Ranges, narrow
 from .ir import Facts, evaluate, expression, shape_of, sum_dtype, tensors_of
 from .segment import row_axis
+from .step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 
 SIZES = ("rows", "prefix", "low", "total")
 # Lengths that are traced as numbers and not as symbols: symbolic shapes specialise on 0 and 1.
@@ -49,6 +49,11 @@ class Extent:
         """First row of the chunk."""
         return self.low + self.prefix
 
+    @property
+    def columns(self) -> int:
+        """How many columns it reads, from `low` on."""
+        return self.total if self.full else self.prefix + self.rows
+
     def own(self) -> Extent:
         """The same rows with no columns before them, for programs that read no state."""
         return Extent(self.rows, 0, self.start, self.total)
@@ -61,55 +66,49 @@ class Extent:
 
 @dataclass
 class Slots:
-    """Order of a program's inputs; nodes are those of the segment the program was traced from."""
+    """The inputs of a program in order: the numbers of `SIZES`, a seed, other sizes, and tensors.
+
+    Attributes:
+        symbols: the other sizes.
+        tensors: in the order of `BufferKind`.
+        removed: rows that the sequence of the segment has less than that of the model.
+    """
 
     symbols: list[sympy.Symbol]
-    rows: list[Node]
-    constants: list[Node]
-    whole: list[Node]
-    states: list[State] = field(default_factory=list)
-    gradients: bool = False
-    cotangents: list[Node] = field(default_factory=list)
-    accumulators: list[Node] = field(default_factory=list)
+    tensors: list[Buffer]
     removed: int = 0
-    wide: bool = False  # sums over chunks are held in float32 where the values are in half precision
 
 
 def input_names(slots: Slots) -> list[str]:
     """Readable names of a program's inputs, in order."""
-    names = [*SIZES, "seed", *(str(s) for s in slots.symbols)]
-    names += [f"x_{n.name}" for n in slots.rows]
-    names += [f"p_{n.name}" for n in slots.constants]
-    names += [f"w_{n.name}" for n in slots.whole]
-    names += [f"state_{s.node.name}" for s in slots.states]
-    if slots.gradients:
-        names += [f"grad_state_{s.node.name}" for s in slots.states]
-    names += [f"grad_{n.name}" for n in slots.cotangents]
-    return names + [f"grad_p_{n.name}" for n in slots.accumulators]
+    return [*SIZES, "seed", *(str(s) for s in slots.symbols), *(b.name for b in slots.tensors)]
 
 
 class Unpacked:
-    """The flat inputs of a program by role."""
+    """The flat inputs of a program.
+
+    Attributes:
+        tensors: by kind and node.
+    """
 
     def __init__(self, slots: Slots, extent: Extent, flat: Iterable[Any]) -> None:
         self.removed = slots.removed
         stream = iter(flat)
-        sizes = dict(zip(SIZES, stream, strict=False))
+        sizes = {name: next(stream) for name in SIZES}
         self.ranges = extent.ranges(sizes.__getitem__)
         self.seed = next(stream)
-        take = lambda keys: dict(zip(keys, itertools.islice(stream, len(keys)), strict=True))  # noqa: E731
-        self.symbols = take(slots.symbols)
-        self.rows, self.constants, self.whole = take(slots.rows), take(slots.constants), take(slots.whole)
-        nodes = [s.node for s in slots.states]
-        self.states = take(nodes)
-        self.gradients = take(nodes) if slots.gradients else {}
-        self.cotangents = take(slots.cotangents)
-        self.accumulators = take(slots.accumulators)
+        self.symbols = {symbol: next(stream) for symbol in slots.symbols}
+        self.tensors: dict[BufferKind, dict[Node, Tensor]] = {kind: {} for kind in BufferKind}
+        for buffer, value in zip(slots.tensors, stream, strict=True):
+            assert buffer.node is not None
+            self.tensors[buffer.kind][buffer.node] = value
 
-    def bindings(self, facts: Facts, **replaced: dict[Node, Tensor]) -> dict[Any, Any]:
-        parts = {"rows": self.rows, "constants": self.constants, **replaced}
+    def bindings(self, facts: Facts, replaced: Mapping[Node, Tensor] | None = None) -> dict[Any, Any]:
+        """What the nodes of a segment are evaluated with; `replaced` has other values of some."""
         total = {facts.sequence: self.ranges.total + self.removed}
-        return {**self.symbols, **total, **self.whole, **parts["rows"], **parts["constants"]}
+        kinds = (BufferKind.WHOLE, BufferKind.ROWS, BufferKind.CONSTANT)
+        given = {n: v for kind in kinds for n, v in self.tensors[kind].items()}
+        return {**self.symbols, **total, **given, **(replaced or {})}
 
 
 class FakeInputs:
@@ -147,14 +146,16 @@ class FakeInputs:
             self.sizes[symbol] = value if value in SPECIAL else self._symbol(str(symbol), value)
         self.flat: list[Any] = [*(sizes[n] for n in SIZES), self._symbol("seed", 2**40)]
         self.flat += [self.sizes[s] for s in slots.symbols]
-        self.flat += [self._rows(n) for n in slots.rows]
-        self.flat += [self._whole(n) for n in slots.constants]
-        self.flat += [self._whole(n) for n in slots.whole]
-        self.flat += [self._columns(s) for s in slots.states]
-        if slots.gradients:
-            self.flat += [self._columns(s, slots.wide) for s in slots.states]
-        self.flat += [self._rows(n) for n in slots.cotangents]
-        self.flat += [self._whole(n, slots.wide) for n in slots.accumulators]
+        self.flat += map(self._tensor, slots.tensors)
+
+    def _tensor(self, buffer: Buffer) -> Tensor:
+        assert buffer.node is not None
+        if buffer.kind in BY_ROWS:
+            return self._rows(buffer.node)
+        if buffer.kind in BY_COLUMNS:
+            full = self._contiguous(buffer.node, buffer.wide)
+            return full.narrow(buffer.dim, self.ranges.low, self.ranges.columns)
+        return self._whole(buffer.node, buffer.wide)
 
     def _symbol(self, name: str, hint: int, start: bool = False) -> Any:
         value = self.table.new(name, hint, start)
@@ -185,7 +186,3 @@ class FakeInputs:
         dtype = sum_dtype(value.dtype) if wide else value.dtype
         with self.mode:
             return torch.empty([self._size(s) for s in shape_of(node)], dtype=dtype, device=value.device)
-
-    def _columns(self, state: State, wide: bool = False) -> Tensor:
-        full = self._contiguous(state.node, wide)
-        return full.narrow(state.dim, self.ranges.low, self.ranges.columns)

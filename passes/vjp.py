@@ -27,6 +27,7 @@ from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_n
 from .ir import Facts, Kind, Mask, PassError, Segment, compiled, expression, operands, tensors_of
 from .lower import Lowered, lower, restrict
 from .policy import attention_outputs
+from .step.instructions import BY_COLUMNS, Buffer, BufferKind
 from .tracing import trace
 
 Guard = Callable[[Mapping[str, int]], bool]
@@ -177,36 +178,55 @@ class SegmentPrograms:
 
     def _lower(self, kind: str, source: str, traced: Traced) -> Lowered:
         slots, outputs = self.slots(kind), _outputs(traced.module)
+        sums = sum(b.kind is BufferKind.SUM for b in slots.tensors)
         names = input_names(slots)
         fakes, module = traced.fakes[: len(names)], traced.module
         if source == "joint":
             first = traced.values + traced.kept
             kinds = {"forward": outputs[:first], "states": [], "joint": outputs[first:], "loss": outputs}
             given = outputs[traced.values : first] if self.reads_kept(kind) else []
-            place = len(names) - len(slots.accumulators)
+            place = len(names) - sums
             names[place:place] = [f"saved_{k}" for k in range(len(given))]
             fakes[place:place] = [n.meta["val"] for n in given]
             writes = kind in ("forward", "states")
             module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
         try:
-            sums, sizes = len(slots.accumulators), traced.guards.names
+            sizes = traced.guards.names
             window = None if self.segment.window is None else int(self.segment.window)
             return lower(module, sums, names, self.body, fakes, kind == "loss", sizes, window)
         except Exception as error:
             raise PassError("lower", error) from error
 
-    def slots(self, kind: str) -> Slots:
-        segment = self.segment
-        slots = Slots(
-            self.symbols, segment.rows, segment.constants, segment.whole, list(self.states.values())
-        )
-        slots.removed, slots.wide = segment.removed, self.wide
-        if kind in ("joint", "loss"):
-            slots.cotangents = self.diff_outputs
+    def buffers(self, kind: BufferKind) -> list[Buffer]:
+        """What goes into programs, of one kind."""
+        segment, states = self.segment, self.states.values()
+        if kind in BY_COLUMNS:
+            wide = self.wide and kind is BufferKind.STATE_GRADIENT
+            return [Buffer(kind, s.node, s.dim, wide) for s in states]
+        if kind is BufferKind.SUM:
+            return [Buffer(kind, n, wide=self.wide) for n in self.diff_constants]
+        nodes = {
+            BufferKind.ROWS: segment.rows,
+            BufferKind.CONSTANT: segment.constants,
+            BufferKind.WHOLE: segment.whole,
+            BufferKind.COTANGENT: self.diff_outputs,
+        }
+        return [Buffer(kind, n) for n in nodes[kind]]
+
+    def slots(self, kind: str, kept: bool = False) -> Slots:
+        """What goes into a program of a kind, and in which order.
+
+        Args:
+            kept: what the chunk's forward has kept goes in as well.
+        """
+        kinds = [BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE, BufferKind.STATE]
         if kind in ("joint", "loss", "state_joint"):
-            slots.gradients = True
-            slots.accumulators = self.diff_constants
-        return slots
+            cotangents = [] if kind == "state_joint" else [BufferKind.COTANGENT]
+            kinds += [BufferKind.STATE_GRADIENT, *cotangents, BufferKind.SUM]
+        found = [buffer for k in kinds for buffer in self.buffers(k)]
+        if kept:
+            found.insert(len(found) - sum(b.kind is BufferKind.SUM for b in found), Buffer(BufferKind.KEPT))
+        return Slots(self.symbols, found, self.segment.removed)
 
 
 def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
@@ -248,7 +268,7 @@ def _trace(
     assert env is not None
     fakes = FakeInputs(facts, slots, extent, SymbolTable(env), mode, args)
     by_state = kind in ("states", "state_joint")
-    targets = [s.node for s in slots.states] if by_state else segment.outputs
+    targets = list(owner.states) if by_state else segment.outputs
     program = ChunkProgram(facts, segment, targets, plain, owner.keep if kind == "joint" else frozenset())
     bodies = {"forward": _forward, "states": _write_states, "state_joint": _state_joint}
     body = bodies.get(kind, _joint)
@@ -275,7 +295,7 @@ def _forward(
     given = Unpacked(slots, extent, flat)
     with torch.no_grad():
         # in FULL reach all states were written before the first chunk reads
-        reader = Columns(given.states, given.ranges, write=not extent.full)
+        reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=not extent.full)
         return program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
 
 
@@ -284,9 +304,9 @@ def _write_states(
 ) -> list[Tensor]:
     given = Unpacked(slots, extent, flat)
     with torch.no_grad():
-        reader = Columns(given.states, given.ranges, write=True)
+        reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=True)
         values = program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
-        for state, own in zip(slots.states, values, strict=True):
+        for state, own in zip(owner.states.values(), values, strict=True):
             reader.columns(state, own)
         return []
 
@@ -299,52 +319,49 @@ def _joint(
     Before them come the outputs themselves, and what is kept for the backward.
     """
     given = Unpacked(slots, extent, flat)
-    rows, constants = owner.diff_rows, owner.diff_constants
-    leaves = list(given.states) if extent.full else []
+    states, gradients = given.tensors[BufferKind.STATE], given.tensors[BufferKind.STATE_GRADIENT]
+    leaves = list(states) if extent.full else []
+    wanted = [*owner.diff_rows, *owner.diff_constants]
 
     def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[list[Tensor], list[Tensor]]]:
-        named = dict(zip([*rows, *constants, *leaves], primals, strict=True))
-        replaced: dict[str, Any] = {
-            "rows": {n: named.get(n, v) for n, v in given.rows.items()},
-            "constants": {n: named.get(n, v) for n, v in given.constants.items()},
-        }
+        named = dict(zip(wanted, primals, strict=False))
         if extent.full:
-            reader: StateReader = LeafColumns({n: named[n] for n in leaves})
+            columns = primals[len(wanted) :]
+            reader: StateReader = LeafColumns(dict(zip(leaves, columns, strict=True)))
         else:
-            reader = DifferentiatedColumns(given.states, given.gradients, given.ranges)
-        bindings = given.bindings(owner.facts, **replaced)
-        values = program.run(bindings, given.ranges, reader, given.seed)
+            reader = DifferentiatedColumns(states, gradients, given.ranges)
+        values = program.run(given.bindings(owner.facts, named), given.ranges, reader, given.seed)
         by_node = dict(zip(program.targets, values, strict=True))
         return tuple(by_node[n] for n in owner.diff_outputs), (values, program.kept)
 
-    primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
-    primals += [given.states[n] for n in leaves]
+    primals = [*_primals(owner, given), *(states[n] for n in leaves)]
     _, pullback, (values, kept) = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
-    gradients = _pull_back(pullback, [given.cotangents[n] for n in owner.diff_outputs])
+    cotangents = given.tensors[BufferKind.COTANGENT]
+    found = _pull_back(pullback, [cotangents[n] for n in owner.diff_outputs])
     for node in reversed(leaves):
-        given.gradients[node].add_(gradients.pop())
-    return [*values, *kept, *gradients]
+        gradients[node].add_(found.pop())
+    return [*values, *kept, *found]
 
 
 def _state_joint(
     owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
 ) -> list[Tensor]:
     given = Unpacked(slots, extent, flat)
-    rows, constants = owner.diff_rows, owner.diff_constants
+    states, gradients = given.tensors[BufferKind.STATE], given.tensors[BufferKind.STATE_GRADIENT]
+    wanted = [*owner.diff_rows, *owner.diff_constants]
 
-    def states(*primals: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip([*rows, *constants], primals, strict=True))
-        replaced: dict[str, Any] = {
-            "rows": {n: named.get(n, v) for n, v in given.rows.items()},
-            "constants": {n: named.get(n, v) for n, v in given.constants.items()},
-        }
-        reader = LeafColumns(given.states)
-        return tuple(program.run(given.bindings(owner.facts, **replaced), given.ranges, reader, given.seed))
+    def chunk(*primals: Tensor) -> tuple[Tensor, ...]:
+        bindings = given.bindings(owner.facts, dict(zip(wanted, primals, strict=True)))
+        return tuple(program.run(bindings, given.ranges, LeafColumns(states), given.seed))
 
-    primals = [given.rows[n] for n in rows] + [given.constants[n] for n in constants]
-    _, pullback = torch.func.vjp(states, *primals)  # type: ignore[misc]
-    complete = [given.gradients[s.node].to(given.states[s.node].dtype) for s in slots.states]
-    return _pull_back(pullback, complete)
+    _, pullback = torch.func.vjp(chunk, *_primals(owner, given))  # type: ignore[misc]
+    return _pull_back(pullback, [gradients[n].to(states[n].dtype) for n in owner.states])
+
+
+def _primals(owner: SegmentPrograms, given: Unpacked) -> list[Tensor]:
+    """What is differentiated: rows, then constants."""
+    rows, constants = given.tensors[BufferKind.ROWS], given.tensors[BufferKind.CONSTANT]
+    return [*(rows[n] for n in owner.diff_rows), *(constants[n] for n in owner.diff_constants)]
 
 
 def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[Tensor]:

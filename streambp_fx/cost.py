@@ -39,9 +39,28 @@ from .passes.cost import largest
 from .passes.extract import Subgraph
 from .passes.ir import Facts, Segment, shape_of, tensors_of
 from .passes.policy import Policy, attention_outputs, row_bytes_of_attention, rows_from_outside
+from .passes.step.build import Way
+from .passes.step.instructions import (
+    BY_COLUMNS,
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Keep,
+    Overwrite,
+    Round,
+    Run,
+)
 from .program_costs import ProgramCosts
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
+
+CAUSE_OF = {
+    BufferKind.STATE: STATE,
+    BufferKind.STATE_GRADIENT: STATE_GRADIENTS,
+    BufferKind.SUM: PARAMETERS,
+}
 
 
 class StepCost(ProgramCosts):
@@ -156,18 +175,13 @@ class StepCost(ProgramCosts):
     def _segment_forward(
         self, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any, phase: str = "forward"
     ) -> Iterator[Moment]:
-        for node in segment.outputs:
-            if ("value", node) not in ledger.held:
-                cause = STORED if node in self.first_use else LOSS
-                ledger.hold(("value", node), cause, self.bytes_of(node, sizes))
-        states = self.states_of(runner)
-        for state in states:
-            ledger.hold(("state", state), STATE, self.bytes_of(state, sizes))
-        if states and self.is_full(runner):
-            yield from self._calls(phase, ledger, sizes, segment, runner, "states")
-        yield from self._calls(phase, ledger, sizes, segment, runner, "forward")
+        if isinstance(runner, Subgraph):
+            for node in segment.outputs:
+                self._hold_output(ledger, sizes, node)
+            yield self._whole_moment(phase, ledger, sizes, segment, False)
+        else:
+            yield from self._walk("forward", phase, ledger, sizes, runner)
         self._hold_kept(ledger, segment, sizes, sizes.tokens)
-        ledger.drop(*(("state", s) for s in states))
 
     def _hold_kept(self, ledger: Ledger, segment: Segment, sizes: Sizes, rows: Any) -> None:
         """What is kept of attention for the first `rows` rows."""
@@ -237,12 +251,9 @@ class StepCost(ProgramCosts):
     ) -> Iterator[Moment]:
         """Loss and gradient in one sweep, see `runtime.head`."""
         rows = segment.outputs[0]
-        ledger.hold(("value", rows), LOSS, self.bytes_of(rows, sizes))
-        ledger.hold("coefficients", LOSS, self.bytes_of(rows, sizes))
-        self._hold_gradients(ledger, sizes, segment)
-        ledger.drop(*(("value", n) for n in self.executor.overwritten))
-        yield from self._calls("forward", ledger, sizes, segment, runner, "loss")
-        ledger.drop(("value", rows), "coefficients")
+        ledger.hold(("gradient", rows), LOSS, self.bytes_of(rows, sizes))
+        yield from self._walk("loss", "forward", ledger, sizes, runner)
+        ledger.drop(("value", rows), ("gradient", rows))
 
     def _drop_unsaved(self, ledger: Ledger) -> None:
         """After the forward only what a backward will read is held."""
@@ -270,7 +281,8 @@ class StepCost(ProgramCosts):
                     continue
                 if self.executor.one_sweep is None or segment.index != last:
                     yield from self._segment_backward(ledger, sizes, segment, runner)
-                yield from self._round(ledger, sizes, segment)
+                else:
+                    yield from self._walk("scaling", "backward", ledger, sizes, runner)
                 self._finish(ledger, sizes, segment)
 
     def _again(self, ledger: Ledger, sizes: Sizes, group: list[Segment]) -> Iterator[Moment]:
@@ -293,36 +305,26 @@ class StepCost(ProgramCosts):
                 ledger.hold(("gradient", node), HIDDEN, self.bytes_of(node, sizes))
         if isinstance(runner, Subgraph):
             yield self._whole_moment("backward", ledger, sizes, segment, True)
-            self._hold_gradients(ledger, sizes, segment)
+            for node in (n for n in segment.rows if n in self.facts.needs_grad):
+                self._hold_gradient(ledger, sizes, node)
+            for node in (n for n in segment.constants if n in self.facts.needs_grad):
+                ledger.hold(("parameter", node, segment.index), PARAMETERS, self.bytes_of(node, sizes))
         else:
-            if runner.can_overwrite():
-                ledger.drop(("gradient", outputs[0]))
-            states = self.states_of(runner)
-            for state in states:
-                ledger.hold(("state", state), STATE, self.bytes_of(state, sizes))
-            if states:
-                yield from self._calls("backward", ledger, sizes, segment, runner, "states")
-            for state in states:
-                ledger.hold(("state gradient", state), STATE_GRADIENTS, self.sum_bytes(state, sizes))
-            self._hold_gradients(ledger, sizes, segment)
-            yield from self._calls("backward", ledger, sizes, segment, runner, "joint")
-            if states and self.is_full(runner):
-                yield from self._calls("backward", ledger, sizes, segment, runner, "state_joint")
-            ledger.drop(*((k, s) for s in states for k in ("state", "state gradient")))
+            yield from self._walk("backward", "backward", ledger, sizes, runner)
         ledger.drop(("kept", segment.index))
         ledger.drop(*(("gradient", n) for n in outputs))
 
-    def _hold_gradients(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> None:
-        """Buffers of the gradients that a segment's backward makes."""
-        for node in (n for n in segment.rows if n in self.facts.needs_grad):
-            key = ("gradient", node)
-            if key in ledger.held:
-                key = ("sum of gradients", node)
-            ledger.hold(key, HIDDEN, self.bytes_of(node, sizes))
-        whole = isinstance(self.executor.runners[segment.index], Subgraph)
-        for node in (n for n in segment.constants if n in self.facts.needs_grad):
-            size = self.bytes_of(node, sizes) if whole else self.sum_bytes(node, sizes)
-            ledger.hold(("parameter", node, segment.index), PARAMETERS, size)
+    def _hold_output(self, ledger: Ledger, sizes: Sizes, node: Node) -> None:
+        if ("value", node) not in ledger.held:
+            cause = STORED if node in self.first_use else LOSS
+            ledger.hold(("value", node), cause, self.bytes_of(node, sizes))
+
+    def _hold_gradient(self, ledger: Ledger, sizes: Sizes, node: Node) -> None:
+        """Of a streamed input; autograd adds it to what others have made of that input's gradient."""
+        key = ("gradient", node)
+        ledger.hold(
+            ("sum of gradients", node) if key in ledger.held else key, HIDDEN, self.bytes_of(node, sizes)
+        )
 
     def _finish(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> None:
         """After a segment's backward: what nobody reads any more, and gradients that are complete."""
@@ -338,37 +340,73 @@ class StepCost(ProgramCosts):
             if parts and self.first_use[node] != segment.index:  # others will be added
                 ledger.hold(parts[0], PARAMETERS, self.bytes_of(node, sizes))
 
-    def _round(self, ledger: Ledger, sizes: Sizes, segment: Segment) -> Iterator[Moment]:
-        """Sums in a wider dtype become gradients, one after the other.
+    # ---- one segment
+
+    def _walk(
+        self, name: str, phase: str, ledger: Ledger, sizes: Sizes, runner: SegmentRunner
+    ) -> Iterator[Moment]:
+        """A procedure, instruction by instruction."""
+        keeps = self.options.save == "attention" and not self.is_full(runner)
+        overwrites = runner.overwrites(self.executor.overwritten if name == "loss" else ())
+        way = Way(self.is_full(runner), keeps=keeps, overwrites=overwrites)
+        for instruction in runner.procedure(name, way).body:
+            if isinstance(instruction, Allocate | Overwrite):
+                if isinstance(instruction, Overwrite):
+                    ledger.drop(self._key(instruction.old, runner))
+                self._hold(instruction.buffer, ledger, sizes, runner)
+            elif isinstance(instruction, Free):
+                ledger.drop(self._key(instruction.buffer, runner))
+            elif isinstance(instruction, Chunks):
+                yield from self._calls(instruction, phase, ledger, sizes, runner)
+            elif isinstance(instruction, Round):
+                yield from self._round(instruction.buffer, ledger, sizes, runner)
+
+    def _key(self, buffer: Buffer, runner: SegmentRunner) -> tuple:
+        assert buffer.node is not None
+        if buffer.kind in BY_COLUMNS:
+            return buffer.kind, buffer.node
+        node = runner.twins[buffer.node]
+        if buffer.kind is BufferKind.SUM:
+            return "parameter", node, runner.segment.index
+        return "value" if buffer.kind in (BufferKind.ROWS, BufferKind.OUTPUT) else "gradient", node
+
+    def _hold(self, buffer: Buffer, ledger: Ledger, sizes: Sizes, runner: SegmentRunner) -> None:
+        assert buffer.node is not None
+        if buffer.kind is BufferKind.OUTPUT:
+            self._hold_output(ledger, sizes, runner.twins[buffer.node])
+        elif buffer.kind is BufferKind.GRADIENT:
+            self._hold_gradient(ledger, sizes, runner.twins[buffer.node])
+        else:
+            size = self.sum_bytes(buffer.node, sizes) if buffer.wide else self.bytes_of(buffer.node, sizes)
+            ledger.hold(self._key(buffer, runner), CAUSE_OF[buffer.kind], size)
+
+    def _round(self, buffer: Buffer, ledger: Ledger, sizes: Sizes, runner: SegmentRunner) -> Iterator[Moment]:
+        """A sum in a wider dtype becomes a gradient.
 
         Where others will be added both are held for the moment, see NOTE [rounded in place].
         """
-        for node in segment.constants:
-            key = ("parameter", node, segment.index)
-            size = self.bytes_of(node, sizes)
-            alone = node in self.facts.parameters and self.first_use[node] == segment.index
-            if not alone and key in ledger.held and ledger.held[key][1] != size:
-                held = ledger.bytes((PARAMETERS, size))
-                yield Moment("backward", segment.index, None, None, held)
-                ledger.hold(key, PARAMETERS, size)
-
-    # ---- one segment
+        assert buffer.node is not None
+        node, key, index = runner.twins[buffer.node], self._key(buffer, runner), runner.segment.index
+        size = self.bytes_of(node, sizes)
+        alone = node in self.facts.parameters and self.first_use[node] == index
+        if not alone and key in ledger.held and ledger.held[key][1] != size:
+            yield Moment("backward", index, None, None, ledger.bytes((PARAMETERS, size)))
+            ledger.hold(key, PARAMETERS, size)
 
     def _calls(
-        self, phase: str, ledger: Ledger, sizes: Sizes, segment: Segment, runner: Any, kind: str
+        self, loop: Chunks, phase: str, ledger: Ledger, sizes: Sizes, runner: SegmentRunner
     ) -> Iterator[Moment]:
-        if isinstance(runner, Subgraph):
-            yield self._whole_moment(phase, ledger, sizes, segment, False)
-            return
-        calls = self.calls_of(runner, kind, sizes)
-        growing = kind == "forward" and self._kept_row(segment) != 0
-        cause, held = self._cause(segment), ledger.bytes()
-        for call in reversed(calls) if kind == "joint" else calls:
-            if growing:
-                self._hold_kept(ledger, segment, sizes, call.start)
-                held = ledger.bytes()
-            now = {**held, cause: held.get(cause, 0) + call.peak}
-            yield Moment(phase, segment.index, call.chunk, kind, now, call.flops)
+        """A loop over chunks: the calls of its program."""
+        segment, cause = runner.segment, self._cause(runner.segment)
+        keeps = any(isinstance(inner, Keep) for inner in loop.body)
+        for run in (inner for inner in loop.body if isinstance(inner, Run)):
+            calls, held = self.calls_of(runner, run, sizes), ledger.bytes()
+            for call in reversed(calls) if loop.reverse else calls:
+                if keeps:
+                    self._hold_kept(ledger, segment, sizes, call.start)
+                    held = ledger.bytes()
+                now = {**held, cause: held.get(cause, 0) + call.peak}
+                yield Moment(phase, segment.index, call.chunk, run.program, now, call.flops)
 
     def _whole_moment(
         self, phase: str, ledger: Ledger, sizes: Sizes, segment: Segment, backward: bool

@@ -16,6 +16,7 @@ from .passes.footprints import mask_facts
 from .passes.inputs import Extent
 from .passes.ir import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
 from .passes.joint import WholeStep
+from .passes.step.instructions import Run
 from .runtime.executor import Executor
 from .runtime.streamed import SegmentRunner
 
@@ -83,18 +84,18 @@ class ProgramCosts:
             low = total - rows - prefix
         return [Extent(rows, prefix, low, total, full)]
 
-    def calls_of(self, runner: SegmentRunner, kind: str, sizes: Sizes) -> list[Call]:
+    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes) -> list[Call]:
         """What each chunk of a segment costs; identical segments are counted once for one step."""
         step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
         if self._counted != step:
             self._counted, self._calls_of = step, {}
         plain = self._plain_of(runner)
         segment = runner.segment
-        key = (id(runner.programs), kind, plain, self.is_full(runner), segment.window, segment.removed)
+        key = (id(runner.programs), run, plain, self.is_full(runner), segment.window, segment.removed)
         if key not in self._calls_of:
             found = []
             for chunk, extent in enumerate(self.extents(runner, sizes)):
-                cost = self.program(runner, kind, extent, sizes)
+                cost = self.program(runner, run, extent, sizes)
                 work = self._over_chunks if sizes.symbolic else self.value
                 peak, flops = self.value(cost.peak, sizes, extent), work(cost.flops, sizes, extent)
                 found.append(Call(chunk, extent.start, peak, flops))
@@ -115,17 +116,17 @@ class ProgramCosts:
         """Masks of a segment, by the names of its programs, of which nothing but causality is left."""
         return frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
 
-    def program(self, runner: SegmentRunner, kind: str, extent: Extent, sizes: Sizes) -> ProgramCost:
+    def program(self, runner: SegmentRunner, run: Run, extent: Extent, sizes: Sizes) -> ProgramCost:
         plain = self._plain_of(runner)
         numbers = extent
         if sizes.symbolic:
             window = runner.segment.window
             prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
             numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
-        own = runner.extent_of(kind, numbers)
-        key = (id(runner.programs), kind, plain, own.pattern)
+        own = numbers.own() if run.own else numbers
+        key = (id(runner.programs), run.program, plain, own.pattern)
         if key not in self._programs:
-            self._programs[key] = _cost_of(runner, self.facts, kind, plain, own)
+            self._programs[key] = _cost_of(runner, self.facts, run.program, plain, own)
         return self._programs[key]
 
     def whole_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -70,8 +71,13 @@ class Drawing:
 
 
 def _may_draw(node: Node) -> bool:
-    """True for a random op, and for whatever is no plain op: a function of the user's, a region."""
-    return is_random(node) or (node.op == "call_function" and not isinstance(node.target, OpOverload))
+    """True for a random op, and for whatever is no plain op: a function of the user's, a region.
+
+    Python's own functions (of sizes, and of the results of an op) draw nothing.
+    """
+    if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
+        return False
+    return is_random(node) or not isinstance(node.target, OpOverload)
 
 
 class _NoDropout(TorchFunctionMode):

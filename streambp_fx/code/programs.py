@@ -9,6 +9,7 @@ from torch.fx import Node
 from ..passes.inputs import SIZES, Extent
 from ..passes.ir import Mask, Reach
 from ..passes.printing import Printer, fold
+from ..passes.step.instructions import Buffer, BufferKind
 from ..passes.vjp import Guards
 from ..runtime.blocks import Step
 from ..runtime.common import OwnedBuffers
@@ -67,10 +68,33 @@ class SegmentCode:
         keep = [n for n in self.segment.nodes if n in self._kept()]
         self.saved = name([n for n in keep for _ in range(2)], "kept_{}")
         self.kept = scope.new("kept") if self.saved else ""
+        self.names = self._names()
         self.flags = {m: t.name for m in self.masks() if (t := context.plain[m]).answer is None}
         self.variants: dict[tuple[str, bool], list[Variant]] = {}
         for full in self.reaches():
             self._make(full)
+
+    def _names(self) -> dict[Buffer, str]:
+        """What each buffer is called."""
+        named = {
+            BufferKind.ROWS: self.rows,
+            BufferKind.CONSTANT: self.constants,
+            BufferKind.WHOLE: self.whole,
+            BufferKind.STATE: self.states,
+            BufferKind.STATE_GRADIENT: self.state_gradients,
+            BufferKind.COTANGENT: self.cotangents,
+            BufferKind.SUM: self.accumulators,
+        }
+        pairs = [p for kind, own in named.items() for p in zip(self.programs.buffers(kind), own, strict=True)]
+        outputs = (Buffer(BufferKind.OUTPUT, n) for n in self.programs.segment.outputs)
+        gradients = (Buffer(BufferKind.GRADIENT, n) for n in self.programs.diff_rows)
+        return dict(
+            [
+                *pairs,
+                *zip(outputs, self.outputs, strict=True),
+                *zip(gradients, self.row_gradients, strict=True),
+            ]
+        )
 
     def _kept(self) -> set[Node]:
         twins = dict(zip(self.programs.segment.nodes, self.segment.nodes, strict=True))
@@ -187,17 +211,12 @@ class SegmentCode:
         return [(node, name) for node, name in pairs if self.used(name)]
 
     def inputs(self, kind: str, full: bool) -> list[str]:
-        """Names of a program's inputs, in the order of its slots."""
-        slots = self.programs.slots(kind)
+        """Names of a program's inputs, in order."""
+        slots = self.programs.slots(kind, kept=not full and self.programs.reads_kept(kind))
         names = [*SIZES, "seed", *(self.context.symbols[s] for s in slots.symbols)]
-        names += [*self.rows, *self.constants, *self.whole, *self.states]
-        if slots.gradients:
-            names += self.state_gradients
-        if slots.cotangents:
-            names += self.cotangents
-        if not full and self.programs.reads_kept(kind):
-            names += self.saved
-        return names + (self.accumulators if slots.accumulators else [])
+        for buffer in slots.tensors:
+            names += self.saved if buffer.kind is BufferKind.KEPT else [self.names[buffer]]
+        return names
 
     def parameters(self, kind: str, full: bool) -> list[str]:
         """Inputs that some program of a kind reads."""

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-import torch
-from torch.fx import Node
-
-from ..passes.ir import shape_of, sum_dtype, tensors_of
+from ..passes.ir import Axis, shape_of, tensors_of
 from ..passes.printing import fold
+from ..passes.step.build import Way
+from ..passes.step.instructions import (
+    BY_COLUMNS,
+    BY_ROWS,
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Keep,
+    Normalize,
+    Over,
+    Procedure,
+    Round,
+    Run,
+    Scale,
+    WriteRows,
+)
+from ..runtime.head import is_half
 from .body import docstring, returned, targets
 from .programs import SegmentCode
 
@@ -25,6 +41,7 @@ class Sweeps:
         self.size = self.context.printer.size
 
     def functions(self) -> list[str]:
+        """The procedures of the segment, one function each; of a loss, sweep and scaling together."""
         if self.code.one_sweep:
             return [self._loss()]
         texts = []
@@ -33,6 +50,10 @@ class Sweeps:
             if self.code.trained:
                 texts.append(self._backward(full))
         return texts
+
+    def _procedure(self, name: str, full: bool = False) -> Procedure:
+        keeps = bool(self.code.saved) and not full
+        return self.runner.procedure(name, Way(full, keeps=keeps, half=is_half(self.runner)))
 
     # ---- names
 
@@ -48,35 +69,59 @@ class Sweeps:
         seed = ["seed"] if code.seeded else []
         return [*names, *self.context.symbols.values(), *seed, *code.flags.values()]
 
-    # ---- parts
+    # ---- instructions
 
     def _head(self, name: str, parameters: list[str], document: str) -> list[str]:
         lines = [*fold(0, f"def {name}(", parameters, "):"), *docstring(document)]
         removed = f" - {self.segment.removed}" if self.segment.removed else ""
         return [*lines, f"    total = T{removed}"]
 
-    def _make(self, name: str, node: Node, function: str, wide: bool = False) -> list[str]:
-        like = [*self.code.rows, *self.code.constants][0]
-        shape = "[" + ", ".join(self.size(s) for s in shape_of(node)) + "]"
-        dtype = tensors_of(node)[0].dtype
-        arguments = [shape, f"dtype={self._sum_dtype(dtype) if wide else dtype}", f"device={like}.device"]
-        return fold(4, f"{name} = torch.{function}(", arguments, ")")
-
-    def _states(self, gradients: bool = False) -> list[str]:
-        names = self.code.state_gradients if gradients else self.code.states
-        lines = [] if gradients or not names else ["    # the state: what later chunks read of this one"]
-        for name, state in zip(names, self.code.programs.states.values(), strict=True):
-            lines += self._make(name, state.node, "zeros" if gradients else "empty", gradients)
+    def _print(self, procedure: Procedure, full: bool) -> list[str]:
+        """The instructions, in order."""
+        lines: list[str] = []
+        for instruction in procedure.body:
+            if isinstance(instruction, Allocate):
+                lines += self._allocate(instruction)
+            elif isinstance(instruction, Chunks) and instruction.over is not Over.NOT_COUNTED:
+                lines += self._chunks(instruction, full)
+            elif isinstance(instruction, Free):
+                lines.append(f"    del {self.code.names[instruction.buffer]}")
+            elif isinstance(instruction, Normalize):
+                lines += self._normalize(self.code.names[instruction.buffer])
+            elif isinstance(instruction, Scale) and is_half(self.runner):
+                lines.append(f"    {self.code.names[instruction.buffer]}.mul_(unit)")
+            elif isinstance(instruction, Round):
+                lines += self._round(instruction.buffer)
         return lines
 
-    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of a sum over chunks."""
-        return sum_dtype(dtype) if self.code.programs.wide else dtype
+    def _allocate(self, instruction: Allocate) -> list[str]:
+        buffer, name = instruction.buffer, self.code.names[instruction.buffer]
+        assert buffer.node is not None
+        dtype = tensors_of(buffer.node)[0].dtype
+        own = self.runner.sum_dtype(buffer, dtype)
+        if buffer.kind is BufferKind.SUM:
+            of = self.code.names[Buffer(BufferKind.CONSTANT, buffer.node)]
+            return [f"    {name} = torch.zeros_like({of}{f', dtype={own}' if own != dtype else ''})"]
+        like = [*self.code.rows, *self.code.constants][0]
+        shape = "[" + ", ".join(self.size(s) for s in shape_of(buffer.node)) + "]"
+        function = "zeros" if instruction.zero else "empty"
+        lines = fold(4, f"{name} = torch.{function}(", [shape, f"dtype={own}", f"device={like}.device"], ")")
+        first = buffer.kind is BufferKind.STATE and name == self.code.states[0]
+        return ["    # the state: what later chunks read of this one", *lines] if first else lines
 
-    def _loop(self, reverse: bool = False) -> str:
+    def _chunks(self, loop: Chunks, full: bool) -> list[str]:
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
         found = f"enumerate(chunks(total, {chunk}))"
-        return f"    for index, (start, rows) in {f'reversed(list({found}))' if reverse else found}:"
+        chunks = f"reversed(list({found}))" if loop.reverse else found
+        lines = [f"    for index, (start, rows) in {chunks}:"]
+        for instruction in loop.body:
+            if isinstance(instruction, Run):
+                lines += [*self._extent(full, instruction.own), *self._run(instruction, full)]
+            elif isinstance(instruction, WriteRows):
+                lines.append(self._write(instruction))
+            elif isinstance(instruction, Keep):
+                lines.append(f"        {self.code.kept}.append(({', '.join(self.code.saved)}))")
+        return lines
 
     def _extent(self, full: bool, own: bool) -> list[str]:
         """The columns of a chunk, as the runtime chooses them."""
@@ -89,106 +134,82 @@ class Sweeps:
             lines.append(f"        columns = {'total' if full and not own else 'prefix + rows'}")
         return lines
 
-    def _rows(self, name: str, node: Node) -> str:
-        dim, axis = self.runner.axis(node)
-        if axis.simple:
-            return f"{name}.narrow({dim}, start, rows)"
-        return f"rows_of({name}, {dim}, {self.size(axis.outer)}, total, {self.size(axis.inner)}, start, rows)"
-
-    def _write(self, name: str, node: Node, value: str, add: bool = False) -> str:
-        dim, axis = self.runner.axis(node)
-        if axis.simple:
-            return f"        {name}.narrow({dim}, start, rows).{'add_' if add else 'copy_'}({value})"
-        sizes = f"{self.size(axis.outer)}, total, {self.size(axis.inner)}"
-        return f"        {'add' if add else 'write'}_rows({name}, {dim}, {sizes}, start, {value})"
-
-    def _call(self, kind: str, full: bool, results: list[str]) -> list[str]:
+    def _run(self, instruction: Run, full: bool) -> list[str]:
         """Find the program for the chunk and call it."""
-        code = self.code
+        code, kind = self.code, instruction.program
         values = {n: n for n in code.inputs(kind, full)}
         values |= {n: f"{code.kept}[index][{k}]" for k, n in enumerate(code.saved)}
         values["seed"] = "seed + (index << 12)"
-        pairs = [
-            *zip(code.rows, self.segment.rows, strict=True),
-            *zip(code.cotangents, self.runner.diff_outputs, strict=True),
-        ]
-        values |= {name: self._rows(name, node) for name, node in pairs}
-        for names in (code.states, code.state_gradients):
-            for name, state in zip(names, code.programs.states.values(), strict=True):
-                values[name] = f"{name}.narrow({state.dim}, low, columns)"
+        values |= {code.names[b]: self._given(b) for b in instruction.inputs if b.node is not None}
+        results: list[str] = []
+        for buffer in instruction.results:
+            results += code.saved if buffer.kind is BufferKind.KEPT else [f"chunk_{code.names[buffer]}"]
         lines = fold(8, f"program = {code.chooser(kind, full)}(", code.chooser_parameters(), ")")
         target = f"{targets(results)} = " if results else ""
         arguments = [values[n] for n in code.parameters(kind, full)]
         return [*lines, *fold(8, f"{target}program(", arguments, ")")]
 
-    def _fill_states(self, full: bool) -> list[str]:
-        own = not self.segment.chained
-        return [self._loop(), *self._extent(full, own), *self._call("states", full, [])]
+    def _given(self, buffer: Buffer) -> str:
+        """What of a tensor goes into a program."""
+        name = self.code.names[buffer]
+        if buffer.kind in BY_COLUMNS:
+            return f"{name}.narrow({buffer.dim}, low, columns)"
+        if buffer.kind not in BY_ROWS:
+            return name
+        dim, axis, sizes = self._axis(buffer)
+        rows = f"rows_of({name}, {dim}, {sizes}, start, rows)"
+        return f"{name}.narrow({dim}, start, rows)" if axis.simple else rows
 
-    # ---- sweeps
+    def _write(self, instruction: WriteRows) -> str:
+        name, add = self.code.names[instruction.buffer], instruction.add
+        dim, axis, sizes = self._axis(instruction.buffer)
+        if axis.simple:
+            return f"        {name}.narrow({dim}, start, rows).{'add_' if add else 'copy_'}(chunk_{name})"
+        return f"        {'add' if add else 'write'}_rows({name}, {dim}, {sizes}, start, chunk_{name})"
+
+    def _axis(self, buffer: Buffer) -> tuple[int, Axis, str]:
+        """The dim of the rows; and, where others are merged with them, the sizes."""
+        assert buffer.node is not None
+        dim, axis = self.runner.axis(self.runner.twins[buffer.node])
+        return dim, axis, f"{self.size(axis.outer)}, total, {self.size(axis.inner)}"
+
+    def _normalize(self, name: str) -> list[str]:
+        return [
+            "    # float16: the coefficients of a mean are so small that gradients would vanish",
+            f"    unit = power_of_two_above({name})",
+            f"    {name} = {name} / unit",
+        ]
+
+    def _round(self, buffer: Buffer) -> list[str]:
+        """A sum in a wider dtype, in the dtype of what it is the gradient of."""
+        assert buffer.node is not None
+        name, dtype = self.code.names[buffer], tensors_of(buffer.node)[0].dtype
+        note = "  # written over the sum where it is added to a gradient that the parameter has"
+        wide = self.runner.sum_dtype(buffer, dtype) != dtype
+        return (
+            [f"    {name} = {name}.to({dtype}){note if name == self.code.accumulators[0] else ''}"]
+            if wide
+            else []
+        )
+
+    # ---- procedures
 
     def _forward(self, full: bool) -> str:
         code = self.code
         lines = self._head(self.name("forward", full), self.parameters(), f"{self.numbers}, forwards.")
-        lines += self._states()
-        for name, node in zip(code.outputs, self.segment.outputs, strict=True):
-            lines += self._make(name, node, "empty")
-        if full and code.states:
-            lines += self._fill_states(full)
-        saved = [] if full else code.saved
-        results = [f"chunk_{n}" for n in code.outputs]
         lines += [f"    {code.kept} = []"] if code.saved else []
-        lines += [self._loop(), *self._extent(full, False), *self._call("forward", full, [*results, *saved])]
-        pairs = zip(code.outputs, self.segment.outputs, results, strict=True)
-        lines += [self._write(*pair) for pair in pairs]
-        lines += [f"        {code.kept}.append(({', '.join(saved)}))"] if saved else []
+        lines += self._print(self._procedure("forward", full), full)
         return "\n".join([*lines, *returned([*code.outputs, *([code.kept] if code.saved else [])])])
 
     def _backward(self, full: bool) -> str:
         code = self.code
         note = f"{self.numbers}, backwards: gradients of its streamed inputs, then of its parameters."
         lines = self._head(self.name("backward", full), self.parameters(cotangents=True), note)
-        if len(code.cotangents) > 1:
-            for name, node in zip(code.cotangents, self.runner.diff_outputs, strict=True):
-                lines.append(f"    if {name} is None:")
-                lines += [f"    {line}" for line in self._make(name, node, "zeros")]
-        lines += self._accumulators()
-        lines += self._states()
-        if code.states:
-            lines += self._fill_states(full)
-            lines += self._states(gradients=True)
-        lines += self._gradient_buffers()
-        results = [f"chunk_{n}" for n in code.row_gradients]
-        lines += [self._loop(reverse=True), *self._extent(full, False), *self._call("joint", full, results)]
-        written = list(zip(code.row_gradients, self.runner.diff_rows, results, strict=True))
-        lines += [self._write(*target) for target in written]
-        if full and code.states:
-            lines += [self._loop(), *self._extent(full, True), *self._call("state_joint", full, results)]
-            lines += [self._write(*target, add=True) for target in written]
-        lines += self._rounded()
+        for buffer in self.runner.programs.buffers(BufferKind.COTANGENT) if len(code.cotangents) > 1 else ():
+            lines.append(f"    if {code.names[buffer]} is None:")
+            lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True))]
+        lines += self._print(self._procedure("backward", full), full)
         return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
-
-    def _accumulators(self) -> list[str]:
-        code = self.code
-        of = dict(zip(self.segment.constants, code.constants, strict=True))
-        lines = []
-        for name, node in zip(code.accumulators, self.runner.diff_constants, strict=True):
-            own = tensors_of(node)[0].dtype
-            dtype = f", dtype={wide}" if (wide := self._sum_dtype(own)) != own else ""
-            lines.append(f"    {name} = torch.zeros_like({of[node]}{dtype})")
-        return lines
-
-    def _rounded(self) -> list[str]:
-        """Sums in a wider dtype, in the dtype of what they are gradients of."""
-        pairs = zip(self.code.accumulators, self.runner.diff_constants, strict=True)
-        dtypes = [(name, tensors_of(node)[0].dtype) for name, node in pairs]
-        lines = [f"    {n} = {n}.to({dtype})" for n, dtype in dtypes if self._sum_dtype(dtype) != dtype]
-        note = "    # written over the sum where the parameter has a gradient that it is added to"
-        return [note, *lines] if lines else []
-
-    def _gradient_buffers(self) -> list[str]:
-        pairs = zip(self.code.row_gradients, self.runner.diff_rows, strict=True)
-        return [line for name, node in pairs for line in self._make(name, node, "empty")]
 
     def _loss(self) -> str:
         """Values and gradients in one sweep; what the loss is made of is linear in the values."""
@@ -197,27 +218,10 @@ class Sweeps:
             f"{self.numbers}: the values by rows, and all gradients for a unit gradient of the loss, in one "
             "sweep. The loss is linear in the values, so its derivative at zero is its derivative."
         )
-        parameters = [*self.parameters(), "loss_of"]
-        lines = self._head(self.name("loss"), parameters, note)
-        (output,), (node,) = code.outputs, self.segment.outputs
-        lines += self._make(output, node, "zeros")
+        lines = self._head(self.name("loss"), [*self.parameters(), "loss_of"], note)
+        loss, (output,) = self._procedure("loss"), code.outputs
+        lines += self._allocate(Allocate(loss.of(BufferKind.OUTPUT)[0], zero=True))
         lines += [f"    ({code.cotangents[0]},) = differentiate(loss_of, [{output}], [0])"]
-        half = any(
-            t.dtype == torch.float16 for n in (*self.segment.rows, *self.segment.nodes) for t in tensors_of(n)
-        )
-        if half:
-            lines += [
-                "    # float16: the coefficients of a mean are so small that gradients would vanish",
-                f"    unit = power_of_two_above({code.cotangents[0]})",
-                f"    {code.cotangents[0]} = {code.cotangents[0]} / unit",
-            ]
-        lines += [*self._accumulators(), *self._gradient_buffers()]
-        results = [f"chunk_{n}" for n in (output, *code.row_gradients)]
-        lines += [self._loop(), *self._extent(False, False), *self._call("loss", False, results)]
-        names, nodes = [output, *code.row_gradients], [node, *self.runner.diff_rows]
-        lines += [self._write(*target) for target in zip(names, nodes, results, strict=True)]
-        gradients = [*code.row_gradients, *code.accumulators]
-        if half:
-            lines += [f"    {n}.mul_(unit)" for n in gradients]
-        lines += self._rounded()
-        return "\n".join([*lines, *returned([output, *gradients])])
+        lines += self._print(loss, False)
+        lines += self._print(self._procedure("scaling"), False)
+        return "\n".join([*lines, *returned([output, *code.row_gradients, *code.accumulators])])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..passes.ir import tensors_of
+from ..passes.step.instructions import Buffer, BufferKind
 from .blocks import Step
 from .common import as_it_is, refuse_double_backward
-from .streamed import SegmentRunner, Values
+from .interpreter import Frame, prepare, run
+from .streamed import SegmentRunner
 
 
 class StreamedSegment(torch.autograd.Function):
@@ -25,15 +27,18 @@ class StreamedSegment(torch.autograd.Function):
         Args:
             unread: a second forward for the sake of what is saved; the outputs need not hold anything.
         """
-        count = len(runner.segment.rows)
-        values = Values(list(tensors[:count]), list(tensors[count:]), whole)
-        ctx.runner, ctx.step, ctx.count, ctx.inputs = runner, step, count, len(tensors)
-        outputs = tuple(runner.forward(step, values, tensors[0], unread))
-        ctx.whole, ctx.chunks = len(whole), len(values.kept)
+        ctx.runner, ctx.step, ctx.inputs = runner, step, len(tensors)
+        ctx.whole, ctx.chunks, kept = len(whole), 0, list[list[Tensor]]()
+        if unread:
+            outputs = tuple(runner.unwritten(n, step, tensors[0]) for n in runner.segment.outputs)
+        else:
+            frame = frame_of(runner, step, tensors, whole)
+            outputs = tuple(run(runner.procedure("forward", runner.way(step)), frame))
+            ctx.chunks, kept = len(frame.kept), frame.kept
         read = (as_it_is(t) for t in (*tensors, *whole))
-        ctx.save_for_backward(*read, *itertools.chain(*values.kept))
-        if runner.needs_grad:
-            runner.prepare_backward(step)
+        ctx.save_for_backward(*read, *itertools.chain(*kept))
+        if runner.needs_grad:  # what is wrong with the backward is said in the forward: nothing is half done
+            prepare(runner.procedure("backward", runner.way(step)), frame_of(runner, step, tensors, whole))
         ctx.set_materialize_grads(False)
         frozen = [
             o
@@ -54,26 +59,24 @@ class StreamedSegment(torch.autograd.Function):
         runner, step = ctx.runner, ctx.step
         tensors = iter(ctx.saved_tensors)
         saved, whole = (list(itertools.islice(tensors, n)) for n in (ctx.inputs, ctx.whole))
-        values = Values(saved[: ctx.count], saved[ctx.count :], whole)
         kept = list(tensors)
-        if kept:
-            each = len(kept) // ctx.chunks
-            values.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
         by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
         given = [by_node[n] for n in runner.diff_outputs]
         if all(g is None for g in given):
             return (None,) * (4 + len(saved))
-        reuse = _can_reuse(runner, step, given)
-        values.cotangents = [
-            runner.allocate(n, step, saved[0], zero=True) if g is None else g
-            for n, g in zip(runner.diff_outputs, given, strict=True)
-        ]
-        values.accumulators = runner.accumulators(values.constants)
-        rows = runner.backward(step, values, saved[0], reuse)
-        for gradient in rows:
-            step.owned.add(gradient)
-        found = dict(zip(runner.diff_rows, rows, strict=True))
-        found.update(zip(runner.diff_constants, runner.finished(values.accumulators, ctx), strict=True))
+        frame = frame_of(runner, step, saved, whole)
+        frame.function = ctx
+        for buffer, gradient in zip(runner.programs.buffers(BufferKind.COTANGENT), given, strict=True):
+            frame.tensors[buffer] = _zeros(runner, buffer, frame) if gradient is None else gradient
+        if kept:
+            each = len(kept) // ctx.chunks
+            frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
+        procedure = runner.procedure("backward", runner.way(step))
+        made = run(procedure, frame)
+        own = [runner.twins[b.node] for b in procedure.results]
+        found = dict(zip(own, made, strict=True))
+        for node in runner.diff_rows:
+            step.owned.add(found[node])
         if any(g is None for g in given):
             reached = runner.reached_from(n for n, g in by_node.items() if g is not None)
             found = {n: g for n, g in found.items() if n in reached}
@@ -81,10 +84,18 @@ class StreamedSegment(torch.autograd.Function):
         return (None, None, None, None, *(found.get(n) for n in inputs))
 
 
-def _can_reuse(runner: SegmentRunner, step: Step, cotangents: list[Tensor | None]) -> bool:
-    """True if the gradient of the one streamed input may overwrite that of the one output."""
-    if not runner.can_overwrite() or cotangents[0] is None:
-        return False
-    gradient = cotangents[0]
-    same = tensors_of(runner.diff_rows[0])[0].dtype == gradient.dtype and gradient.is_contiguous()
-    return same and step.owned.take(gradient)
+def frame_of(runner: SegmentRunner, step: Step, tensors: Sequence[Tensor], whole: Sequence[Tensor]) -> Frame:
+    """What a procedure begins with.
+
+    Args:
+        tensors: streamed inputs, then constants.
+    """
+    kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
+    buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
+    held = dict(zip(buffers, (*tensors, *whole), strict=True))
+    return Frame(runner, step, held, tensors[0], lambda over: runner.blocks(step))
+
+
+def _zeros(runner: SegmentRunner, buffer: Buffer, frame: Frame) -> Tensor:
+    assert buffer.node is not None
+    return runner.allocate(buffer.node, frame.step, frame.like, zero=True)

@@ -12,10 +12,13 @@ from torch.fx import Node
 
 from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
+from ..passes.step.instructions import BufferKind, Over
 from .blocks import Block, Step, by_chunk, runs
 from .common import refuse_double_backward
+from .function import frame_of
+from .interpreter import Frame, run
 from .questions import Questions
-from .streamed import SegmentRunner, Values
+from .streamed import SegmentRunner
 
 #: What is asked of the rows of a loss.
 CHUNKS, LIMITS = "chunks with rows that count", "rows that count"
@@ -103,76 +106,43 @@ class OneSweepHead(torch.autograd.Function):
     def forward(
         ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], sweep: Sweep, *tensors: Tensor
     ) -> tuple:
-        count = len(runner.segment.rows)
-        given = Values(list(tensors[:count]), list(tensors[count:]), whole)
-        node, coefficients = runner.segment.outputs[0], sweep.coefficients
-        output = runner.allocate(node, step, tensors[0], zero=True)
-        ctx.unit = _unit(coefficients) if _is_half(runner) else None
-        given.cotangents = [coefficients if ctx.unit is None else coefficients / ctx.unit]
-        given.accumulators = runner.accumulators(given.constants)
-        inputs = dict(zip(runner.segment.rows, given.rows, strict=True))
-        gradients = [
-            inputs[n]
-            if n in sweep.last and inputs[n].is_contiguous()
-            else runner.allocate(n, step, tensors[0])
-            for n in runner.diff_rows
-        ]
+        frame = frame_of(runner, step, tensors, whole)
         extents = runner.extents(step)
-        for index, block in enumerate(sweep.blocks(extents)):
-            values = runner.call("loss", block, step, index, given)
-            runner.write_each((node, *runner.diff_rows), (output, *gradients), block, step, values)
-            del values
-        for block in sweep.blocks(extents, False):
-            for row, buffer in zip(runner.diff_rows, gradients, strict=True):
-                runner.view(row, buffer, block, step).zero_()
+        frame.blocks = lambda over: sweep.blocks(extents, over is not Over.NOT_COUNTED)
+        (cotangent,) = runner.programs.buffers(BufferKind.COTANGENT)
+        frame.tensors[cotangent] = sweep.coefficients
+        way = runner.way(step, sweep.last, is_half(runner))
+        output, *made = run(runner.procedure("loss", way), frame)
         with torch.no_grad():
             outputs = tuple(sweep.epilogue(output))
-        ctx.runner, ctx.step, ctx.position, ctx.count = runner, step, sweep.position, len(tensors)
-        ctx.gradients, ctx.accumulators = gradients, given.accumulators
+        ctx.procedure, ctx.position = runner.procedure("scaling", way), sweep.position
+        finished = dict(zip(ctx.procedure.parameters, made, strict=True))
+        ctx.frame = Frame(runner, step, finished, (made or [output])[0], lambda over: [], unit=frame.unit)
         ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != sweep.position))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple:
         refuse_double_backward()
-        if ctx.gradients is None:
+        frame, ctx.frame = ctx.frame, None
+        if frame is None:
             raise RuntimeError(
                 "this streamed loss was differentiated before, and a second time is not supported, with "
                 "retain_graph or without: its gradient is no longer held. Call the model again."
             )
-        runner, scale = ctx.runner, cotangents[ctx.position]
-        if ctx.unit is not None:
-            scale = scale * ctx.unit
-        for gradient in (*ctx.gradients, *ctx.accumulators):
-            gradient.mul_(scale)
-        for gradient in ctx.gradients:
-            ctx.step.owned.add(gradient)
-        found = dict(zip(runner.diff_rows, ctx.gradients, strict=True))
-        found.update(zip(runner.diff_constants, runner.finished(ctx.accumulators, ctx), strict=True))
-        ctx.gradients = None
+        frame.scale, frame.function, runner = cotangents[ctx.position], ctx, frame.runner
+        made = run(ctx.procedure, frame)
+        found = dict(zip((runner.twins[b.node] for b in ctx.procedure.results), made, strict=True))
+        for node in runner.diff_rows:
+            frame.step.owned.add(found[node])
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None,) * 4 + tuple(found.get(n) for n in inputs)
 
 
-def _is_half(runner: SegmentRunner) -> bool:
+def is_half(runner: SegmentRunner) -> bool:
     """True if float16 occurs between the loss and the head's input."""
     nodes = (*runner.segment.rows, *runner.segment.nodes)
     return any(t.dtype == torch.float16 for n in nodes for t in tensors_of(n))
-
-
-def _unit(coefficients: Tensor) -> Tensor:
-    """The power of two just above the greatest coefficient.
-
-    NOTE [float16]: the sweep runs before anybody scales the loss, and the coefficients of a mean over many
-    tokens are so small that float16 gradients would vanish. So they are divided by this number, which is
-    exact, and the finished gradients are multiplied by it together with the scale of the loss.
-    Not by a smaller one, to leave room for gradients greater than the coefficients: with 2**-8, a quarter of
-    the gradient of a word that is no label would be rounding (its probability is some 2e-5 in a vocabulary of
-    50,000). Logits that are multiplied by more than 65504 overflow here where eager's mean may not, and the
-    self-check then has the model run unstreamed.
-    """
-    greatest = coefficients.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.exp2(torch.ceil(torch.log2(greatest)))
 
 
 def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> tuple[Tensor, bool]:

@@ -1,12 +1,10 @@
-"""A streamed segment: chunk by chunk forwards, and chunk by chunk in reverse backwards."""
+"""A streamed segment of one model: its programs, its procedures, and the rows of its values."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +17,15 @@ from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
+from ..passes.step.build import Builder, Way
+from ..passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind, Procedure
 from ..passes.vjp import SegmentPrograms
 from .blocks import Block, Part, Step, counts
 from .common import compile_error, split_rows
 from .rounding import is_added, rounded
+
+if TYPE_CHECKING:
+    from .interpreter import Frame
 
 
 class SegmentRunner:
@@ -48,6 +51,7 @@ class SegmentRunner:
             for m, twin in zip(self.model.mixings, segment.mixings, strict=True)
             if m.mask is not None
         }
+        self._procedures: dict[tuple[str, Way], Procedure] = {}
         self.diff_outputs = [twins[n] for n in programs.diff_outputs]
         self.diff_rows = [segment.rows[self.model.rows.index(n)] for n in programs.diff_rows]
         self.diff_constants = [
@@ -70,31 +74,27 @@ class SegmentRunner:
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=sum_dtype(dtype) if wide else dtype, device=like.device)
 
-    def accumulators(self, constants: list[Tensor]) -> list[Tensor]:
-        """Zeros for the gradients of those of the segment's constants that have one."""
-        by_node = dict(zip(self.segment.constants, constants, strict=True))
-        given = [by_node[n] for n in self.diff_constants]
-        wide = self.programs.wide
-        return [torch.zeros_like(t, dtype=sum_dtype(t.dtype) if wide else t.dtype) for t in given]
+    def sum_dtype(self, buffer: Buffer, dtype: torch.dtype) -> torch.dtype:
+        """Of a sum over chunks of gradients in a dtype."""
+        return sum_dtype(dtype) if buffer.wide else dtype
 
-    def finished(self, accumulators: list[Tensor], function: Any) -> list[Tensor]:
-        """The gradients in the dtypes of what they are gradients of; the list is emptied.
+    def rounded(self, buffer: Buffer, total: Tensor, function: Any) -> Tensor:
+        """The gradient of a constant in its own dtype; nobody reads the sum afterwards.
 
         Args:
-            function: the autograd node that returns them, whose inputs are `rows`, then `constants`.
+            function: the autograd node that returns it, whose inputs are `rows`, then `constants`.
         """
-        inputs, found = (*self.segment.rows, *self.segment.constants), []
-        for node in self.diff_constants:
-            alone = node not in self.constants_before and is_added(function, inputs.index(node))
-            found.append(rounded(accumulators.pop(0), tensors_of(node)[0].dtype, in_place=alone))
-        return found
+        assert buffer.node is not None
+        node, inputs = self.twins[buffer.node], (*self.segment.rows, *self.segment.constants)
+        alone = node not in self.constants_before and is_added(function, inputs.index(node))
+        return rounded(total, tensors_of(node)[0].dtype, in_place=alone)
 
     @cached_property
     def constants_before(self) -> frozenset[Node]:
         """Constants of earlier segments: their gradients wait for what those will add."""
         return frozenset(n for s in self.facts.segments[: self.segment.index] for n in s.constants)
 
-    def _unwritten(self, node: Node, step: Step, like: Tensor) -> Tensor:
+    def unwritten(self, node: Node, step: Step, like: Tensor) -> Tensor:
         """A stand-in for a value that nobody reads: its shape, without its memory."""
         shape = [step.resolve(s) for s in shape_of(node)]
         return torch.empty((), dtype=tensors_of(node)[0].dtype, device=like.device).expand(shape)
@@ -145,64 +145,83 @@ class SegmentRunner:
         own = (place, step.resolve(place.inner)) if place is not None else None
         return counts(coefficients, dim, step.resolve(axis.inner), own, self.extents(step))
 
-    def part_of(self, node: Node, value: Tensor, part: Part | None, step: Step) -> Tensor:
-        """Some samples of a value, as a view."""
+    def part_of(self, buffer: Buffer, value: Tensor, part: Part | None, step: Step) -> Tensor:
+        """Some samples of a tensor, as a view."""
+        assert buffer.node is not None
+        return value if buffer.kind is BufferKind.SUM else self._samples_of(buffer.node, value, part, step)
+
+    def _samples_of(self, node: Node, value: Tensor, part: Part | None, step: Step) -> Tensor:
         if part is None:
             return value
         assert isinstance(self.samples, Samples)
-        place = self.samples.places.get(node)
-        return (
-            value if place is None else place.narrow(value, part.first, part.count, step.resolve(place.inner))
-        )
+        place = self.samples.places.get(self.twins.get(node, node))
+        inner = 1 if place is None else step.resolve(place.inner)
+        return value if place is None else place.narrow(value, part.first, part.count, inner)
 
-    def _parts_of(self, given: Values, part: Part | None, step: Step) -> Values:
-        if part is None:
-            return given
-        own = self.segment
-        of = lambda nodes, values: [  # noqa: E731
-            self.part_of(n, v, part, step) for n, v in zip(nodes, values, strict=bool(values))
-        ]
-        states = [self.twins[s] for s in self.programs.states]
-        return dataclasses.replace(
-            given,
-            rows=of(own.rows, given.rows),
-            constants=of(own.constants, given.constants),
-            whole=of(own.whole, given.whole),
-            states=of(states, given.states),
-            gradients=of(states, given.gradients),
-            cotangents=of(self.diff_outputs, given.cotangents),
-        )
+    # ---- programs
 
-    # ---- calls
+    def procedure(self, name: str, way: Way) -> Procedure:
+        """The instructions of a part of the segment's step: "forward", "backward", "loss" or "scaling"."""
+        key = name, way
+        if key not in self._procedures:
+            self._procedures[key] = getattr(Builder(self.programs, way), name)()
+        return self._procedures[key]
 
-    def call(self, kind: str, block: Block, step: Step, index: int, given: Values) -> list[Any]:
-        """Run a program on one chunk."""
-        extent = block.extent
-        given, step = self._parts_of(given, block.part, step), step.of(block.part)
+    def way(self, step: Step, overwrites: Iterable[Node] = (), half: bool = False) -> Way:
+        """How the instructions run in a step; `overwrites` as below."""
+        full = self.is_full(step)
+        keeps = step.training and not full
+        return Way(full, step.needed is not None, keeps, self.overwrites(overwrites), half)
+
+    def overwrites(self, rows: Iterable[Node] = ()) -> frozenset[Buffer]:
+        """Buffers over which gradients of streamed inputs may be written.
+
+        Args:
+            rows: such streamed inputs, in a loss.
+        """
+        own = dict(zip(self.segment.rows, self.model.rows, strict=True))
+        found = {Buffer(BufferKind.ROWS, own[n]) for n in rows}
+        if self.can_overwrite():
+            found.add(Buffer(BufferKind.COTANGENT, self.programs.diff_outputs[0]))
+        return frozenset(found)
+
+    def call(
+        self, kind: str, block: Block, step: Step, index: int, frame: Frame, inputs: Iterable[Buffer]
+    ) -> list[Any]:
+        """Run a program on one chunk.
+
+        Args:
+            kind: of the program.
+            index: of the chunk.
+            frame: what is held.
+            inputs: what of that goes into the program, in order.
+        """
+        extent, own = block.extent, step.of(block.part)
         seed = step.seed + ((self.segment.index << 20) + index << 12)
-        args: list[Any] = [extent.rows, extent.prefix, extent.low, extent.total, seed]
-        args += [step.sizes[s] for s in self.programs.slots(kind).symbols]
-        args += [self.rows_of(n, v, extent, step) for n, v in zip(self.segment.rows, given.rows, strict=True)]
-        args += given.constants
-        args += given.whole
-        columns = extent.total if extent.full else extent.prefix + extent.rows
-        states = list(self.programs.states.values())
-        args += [b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.states, strict=True)]
-        if kind in ("joint", "loss", "state_joint"):
-            args += [
-                b.narrow(s.dim, extent.low, columns) for s, b in zip(states, given.gradients, strict=True)
-            ]
-        if kind in ("joint", "loss"):
-            pairs = zip(self.diff_outputs, given.cotangents, strict=True)
-            args += [self.rows_of(n, v, extent, step) for n, v in pairs]
-        if given.kept and self.programs.reads_kept(kind):
-            args += given.kept[index]
-        if kind in ("joint", "loss", "state_joint"):
-            args += given.accumulators
-        program = self.program(kind, extent, step, args)
+        args = self.numbers(extent, seed, own)
+        for buffer in inputs:
+            if buffer.kind is BufferKind.KEPT:
+                args += frame.kept[index]
+            else:
+                value = self.part_of(buffer, frame.tensors[buffer], block.part, step)
+                args.append(self.input(buffer, value, extent, own))
+        program = self.program(kind, extent, own, args)
         if program.workspace is not None:
-            args.append(given.workspace_of(program.workspace))
+            args.append(frame.workspace_of(program.workspace))
         return program.run(*args)
+
+    def numbers(self, extent: Extent, seed: int, step: Step) -> list[Any]:
+        """The numbers that a program is given for a chunk."""
+        return [*extent.sizes, seed, *(step.sizes[s] for s in self.programs.symbols)]
+
+    def input(self, buffer: Buffer, value: Tensor, extent: Extent, step: Step) -> Tensor:
+        """What of a tensor a program is given for a chunk, as a view."""
+        assert buffer.node is not None
+        if buffer.kind in BY_ROWS:
+            return self.rows_of(self.twins[buffer.node], value, extent, step)
+        if buffer.kind in BY_COLUMNS:
+            return value.narrow(buffer.dim, extent.low, extent.columns)
+        return value
 
     def program(self, kind: str, extent: Extent, step: Step, args: list[Any]) -> Lowered:
         """The program for a chunk; only the numbers at the front of `args` are looked at."""
@@ -212,16 +231,6 @@ class SegmentRunner:
         except PassError as error:
             raise compile_error(error) from error
 
-    def prepare_backward(self, step: Step) -> None:
-        """Make the programs of the backward in the forward, where a failure leaves nothing half done."""
-        for block in self.blocks(step):
-            extent, known = block.extent, step.of(block.part).sizes
-            sizes = [extent.rows, extent.prefix, extent.low, extent.total, step.seed]
-            kinds = ["joint", *(("state_joint",) if extent.full and self.programs.states else ())]
-            for kind in kinds:
-                numbers = [known[s] for s in self.programs.slots(kind).symbols]
-                self.program(kind, self.extent_of(kind, extent), step, [*sizes, *numbers])
-
     def rows_of(self, node: Node, value: Tensor, extent: Extent, step: Step) -> Tensor:
         """The rows of a chunk as a view of the whole value."""
         dim, axis = self.axis(node)
@@ -229,8 +238,8 @@ class SegmentRunner:
 
     def view(self, node: Node, value: Tensor, block: Block, step: Step) -> Tensor:
         """The rows of a block, as a view of the whole value; rows that are merged with samples as parts."""
-        value, step = self.part_of(node, value, block.part, step), step.of(block.part)
-        dim, axis = self.axis(node)
+        value, step = self._samples_of(node, value, block.part, step), step.of(block.part)
+        dim, axis = self.axis(self.twins.get(node, node))
         if not axis.simple:
             sizes = (step.resolve(axis.outer), block.extent.total, step.resolve(axis.inner))
             value, dim = value.unflatten(dim, sizes), dim + 1
@@ -249,27 +258,6 @@ class SegmentRunner:
         assert found is not None
         return found
 
-    def write(
-        self, node: Node, buffer: Tensor, block: Block, step: Step, value: Tensor, add: bool = False
-    ) -> None:
-        """Store a chunk's rows of an output, or add to them."""
-        rows = self.view(node, buffer, block, step)
-        value = value.reshape(rows.shape)
-        rows.add_(value) if add else rows.copy_(value)
-
-    def write_each(
-        self,
-        nodes: Iterable[Node],
-        buffers: Iterable[Tensor],
-        block: Block,
-        step: Step,
-        values: Iterable[Tensor],
-        add: bool = False,
-    ) -> None:
-        """The same for several; when it returns, nothing here holds a value."""
-        for node, buffer, value in zip(nodes, buffers, values, strict=True):
-            self.write(node, buffer, block, step, value, add)
-
     def can_overwrite(self) -> bool:
         """True if the gradient of the one streamed input has the form of that of the one output."""
         if len(self.diff_rows) != 1 or len(self.diff_outputs) != 1:
@@ -279,80 +267,3 @@ class SegmentRunner:
             return False  # somebody may hold its gradient
         same = tensors_of(row)[0].dtype == tensors_of(output)[0].dtype
         return same and shape_of(row) == shape_of(output) and self.axis(row) == self.axis(output)
-
-    # ---- forward and backward
-
-    def new_states(self, step: Step, like: Tensor, gradients: bool = False) -> list[Tensor]:
-        wide = gradients and self.programs.wide
-        return [self.allocate(s.node, step, like, gradients, wide) for s in self.programs.states.values()]
-
-    def forward(self, step: Step, given: Values, like: Tensor, unread: bool = False) -> list[Tensor]:
-        if unread:
-            return [self._unwritten(n, step, like) for n in self.segment.outputs]
-        some = step.needed is not None
-        outputs = [self.allocate(n, step, like, zero=some) for n in self.segment.outputs]
-        given.states = self.new_states(step, like)
-        blocks = self.blocks(step)
-        if self.is_full(step):
-            self.fill_states(step, given, blocks)
-        for index, block in enumerate(blocks):
-            values = self.call("forward", block, step, index, given)
-            self.write_each(self.segment.outputs, outputs, block, step, values[: len(outputs)])
-            if step.training:
-                given.kept.append(values[len(outputs) :])
-            del values
-        given.states = []
-        return outputs
-
-    def fill_states(self, step: Step, given: Values, blocks: list[Block]) -> None:
-        if self.programs.states:
-            for index, block in enumerate(blocks):
-                self.call("states", block if self.segment.chained else block.own(), step, index, given)
-
-    def backward(self, step: Step, given: Values, like: Tensor, reuse: bool) -> list[Tensor]:
-        """Gradients of the streamed inputs; those of the parameters are added to `given.accumulators`.
-
-        Args:
-            reuse: the first cotangent is a buffer of ours, to be overwritten by the first gradient.
-        """
-        blocks, some = self.blocks(step), step.needed is not None
-        full = self.is_full(step)
-        given.states = self.new_states(step, like)
-        self.fill_states(step, given, blocks)
-        given.gradients = self.new_states(step, like, gradients=True)
-        gradients = [self.allocate(n, step, like, zero=some) for n in self.diff_rows[reuse:]]
-        if reuse:  # where no block is run its rows are zero: nothing comes from there
-            gradients.insert(0, given.cotangents[0])
-        for index, block in reversed(list(enumerate(blocks))):
-            values = self.call("joint", block, step, index, given)
-            self.write_each(self.diff_rows, gradients, block, step, values)
-            del values
-        if full and self.programs.states:
-            self._finish_states(step, given, blocks, gradients)
-        return gradients
-
-    def _finish_states(self, step: Step, given: Values, blocks: list[Block], gradients: list[Tensor]) -> None:
-        """Not causal: the state gradient is complete only now; differentiate the rows it came from."""
-        for index, block in enumerate(blocks):
-            values = self.call("state_joint", block.own(), step, index, given)
-            self.write_each(self.diff_rows, gradients, block, step, values, add=True)
-            del values
-
-
-@dataclass
-class Values:
-    """Tensors of a segment during one sweep."""
-
-    rows: list[Tensor]
-    constants: list[Tensor]
-    whole: list[Tensor]
-    states: list[Tensor] = ()  # type: ignore[assignment]
-    gradients: list[Tensor] = ()  # type: ignore[assignment]
-    cotangents: list[Tensor] = ()  # type: ignore[assignment]
-    accumulators: list[Tensor] = ()  # type: ignore[assignment]
-    kept: list[list[Tensor]] = field(default_factory=list)  # of each chunk, see `passes.policy`
-    workspace: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `passes.workspace`
-
-    def workspace_of(self, dtype: torch.dtype) -> Tensor:
-        """A tensor without elements, with the memory that the last chunk's had."""
-        return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype)).resize_(0)

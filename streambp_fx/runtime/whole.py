@@ -25,6 +25,7 @@ class WholeSegment(torch.autograd.Function):
         for position in part.returned:
             outputs[position] = _by_itself(outputs, position, inputs)
         ctx.mark_non_differentiable(*(outputs[k] for k in part.frozen))
+        ctx.set_materialize_grads(False)  # where no gradient comes from, eager leaves None
         return tuple(outputs)
 
     @staticmethod

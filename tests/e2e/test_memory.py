@@ -185,9 +185,11 @@ def test_frozen_parameters_get_no_buffer(monkeypatch: pytest.MonkeyPatch) -> Non
     frozen.model.norm.requires_grad_(True)
     transform(frozen, chunk=CHUNK, loss_chunk=LOSS_CHUNK)
     swept: list[str] = []
-    backward = SegmentRunner.backward
+    call = SegmentRunner.call
     monkeypatch.setattr(
-        SegmentRunner, "backward", lambda self, *a: swept.append(self.segment.kind) or backward(self, *a)
+        SegmentRunner,
+        "call",
+        lambda self, kind, *a: (kind == "joint" and swept.append(self.segment.kind)) or call(self, kind, *a),
     )
     full_peak = peak_of(full, batch).peak
     assert "layer" in swept

@@ -69,10 +69,10 @@ def rows_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     found: Counter = Counter()
     original = SegmentRunner.call
 
-    def call(self: SegmentRunner, kind: str, block: Any, step: Any, index: int, given: Any) -> list[Any]:
+    def call(self: SegmentRunner, kind: str, block: Any, step: Any, *given: Any) -> list[Any]:
         samples = step.sizes.get(step.batch, 1) if block.part is None else block.part.count
         found[kind] += samples * block.extent.rows
-        return original(self, kind, block, step, index, given)
+        return original(self, kind, block, step, *given)
 
     monkeypatch.setattr(SegmentRunner, "call", call)
     yield found
@@ -144,10 +144,10 @@ def masked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[bool]]:
     found: set[bool] = set()
     original = SegmentRunner.call
 
-    def call(self: SegmentRunner, kind: str, block: Any, step: Any, index: int, given: Any) -> list[Any]:
+    def call(self: SegmentRunner, kind: str, block: Any, step: Any, *given: Any) -> list[Any]:
         if self.masks:
             found.add(not step.plain.issuperset(self.masks))
-        return original(self, kind, block, step, index, given)
+        return original(self, kind, block, step, *given)
 
     monkeypatch.setattr(SegmentRunner, "call", call)
     yield found

@@ -24,6 +24,7 @@ from streambp_fx.passes.chunk import ChunkProgram, narrow
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.ir import Facts, Kind, Reach, Role, Segment, expression, shape_of, tensors_of
 from streambp_fx.passes.segment import _judge, connect
+from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
 from streambp_fx.passes.vjp import SegmentPrograms
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
@@ -396,37 +397,40 @@ class ChunkRun:
         assert place is not None
         return narrow(value, *place, extent.start, extent.rows, extent.total, int)
 
-    def flat(self, kind: str, extent: Extent, buffers: dict[str, dict[Node, Tensor]]) -> list[Any]:
+    def flat(self, kind: str, extent: Extent, buffers: dict[BufferKind, dict[Node, Tensor]]) -> list[Any]:
         slots = self.owner.slots(kind)
-        inputs = self.one.inputs
-        low = extent.low
-        columns = extent.total if extent.full else extent.prefix + extent.rows
-        flat: list[Any] = [extent.rows, extent.prefix, low, extent.total, 7]
         assert not slots.symbols
-        flat += [self.rows(n, inputs[n], extent) for n in slots.rows]
-        flat += [inputs[n] for n in slots.constants]
-        flat += [self.values[n].detach() for n in slots.whole]
-        flat += [buffers["states"][s.node].narrow(s.dim, low, columns) for s in slots.states]
-        if slots.gradients:
-            flat += [buffers["gradients"][s.node].narrow(s.dim, low, columns) for s in slots.states]
-        flat += [self.rows(n, self.cotangents[n], extent) for n in slots.cotangents]
-        return flat + [buffers["sums"][n] for n in slots.accumulators]
 
-    def run(self, kind: str, extent: Extent, buffers: dict[str, dict[Node, Tensor]]) -> list[Tensor]:
+        def given(buffer: Buffer) -> Tensor:
+            assert buffer.node is not None
+            if buffer.kind in buffers:
+                own = buffers[buffer.kind][buffer.node]
+                by_columns = buffer.kind in BY_COLUMNS
+                return own.narrow(buffer.dim, extent.low, extent.columns) if by_columns else own
+            if buffer.kind is BufferKind.COTANGENT:
+                return self.rows(buffer.node, self.cotangents[buffer.node], extent)
+            if buffer.kind is BufferKind.WHOLE:
+                return self.values[buffer.node].detach()
+            own = self.one.inputs[buffer.node]
+            return self.rows(buffer.node, own, extent) if buffer.kind is BufferKind.ROWS else own
+
+        return [*extent.sizes, 7, *map(given, slots.tensors)]
+
+    def run(self, kind: str, extent: Extent, buffers: dict[BufferKind, dict[Node, Tensor]]) -> list[Tensor]:
         flat = self.flat(kind, extent, buffers)
         if self.traced and not self.square:
             return self.owner.get(kind, frozenset(), extent, flat).run(*flat)
         slots = self.owner.slots(kind)
         by_state = kind in ("states", "state_joint")
-        targets = [s.node for s in slots.states] if by_state else self.piece.outputs
+        targets = list(self.owner.states) if by_state else self.piece.outputs
         program = ChunkProgram(self.facts, self.piece, targets, frozenset())
         body = {"forward": vjp._forward, "states": vjp._write_states, "state_joint": vjp._state_joint}
         with torch.enable_grad():
             made = body.get(kind, vjp._joint)(self.owner, program, slots, extent, flat)
-        count = len(slots.accumulators)
-        if count:
-            for node, gradient in zip(slots.accumulators, made[-count:], strict=True):
-                buffers["sums"][node] += gradient
+        sums = [b.node for b in slots.tensors if b.kind is BufferKind.SUM]
+        if count := len(sums):
+            for node, gradient in zip(sums, made[-count:], strict=True):
+                buffers[BufferKind.SUM][node] += gradient
             made = made[:-count]
         return made[len(targets) :] if kind == "joint" else made
 
@@ -434,7 +438,8 @@ class ChunkRun:
         """Values of the results and gradients of what has one, chunk by chunk."""
         fill = lambda nodes: {n: _zeros(n, self.length) for n in nodes}  # noqa: E731
         states = list(self.owner.states)
-        buffers = {"states": fill(states), "gradients": fill(states), "sums": fill(self.owner.diff_constants)}
+        buffers = {BufferKind.STATE: fill(states), BufferKind.STATE_GRADIENT: fill(states)}
+        buffers[BufferKind.SUM] = fill(self.owner.diff_constants)
         extents, start = [], 0
         for rows in chunk_sizes(self.length):
             low, prefix = (0, start) if self.piece.mixings else (start, 0)
@@ -453,7 +458,7 @@ class ChunkRun:
             for extent in reversed(extents if self.full and states else []):
                 if any(n in self.facts.needs_grad for n in states):
                     self.add(own, extent, self.run("state_joint", extent.own(), buffers))
-        own.update(buffers["sums"])
+        own.update(buffers[BufferKind.SUM])
         return [by_node[n] for n in self.one.results], own
 
     def add(self, own: dict[Node, Tensor], extent: Extent, gradients: list[Tensor]) -> None:

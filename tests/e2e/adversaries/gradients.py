@@ -54,6 +54,13 @@ def with_values(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
     return {"loss": token_loss(m, x, ids), "value": m.value(x)[..., 0]}  # type: ignore[operator]
 
 
+@outputs(("loss",), "the first of two outputs of what runs whole", WHATEVER)
+@outputs(("value",), "the second of two outputs of what runs whole", WHATEVER)
+def whole_with_two(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    w = m.scores(x).flip(-1).sigmoid()  # every row reads every row
+    return {"loss": token_loss(m, m.weighted(x, w), ids), "value": w.mean(1)}
+
+
 @outputs(("a",), "the first of two outputs by rows", WHATEVER)
 @outputs(("b",), "the second of two outputs by rows", WHATEVER)
 def with_two_rows(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,163 @@
+"""build: the instructions of a segment's step, from what its chunk programs read and make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from .instructions import (
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Instruction,
+    Keep,
+    Normalize,
+    Over,
+    Overwrite,
+    Procedure,
+    Round,
+    Run,
+    Scale,
+    WriteRows,
+    ZeroRows,
+)
+
+if TYPE_CHECKING:
+    from ..vjp import SegmentPrograms
+
+
+@dataclass(frozen=True)
+class Way:
+    """What the instructions of a segment depend on besides its programs.
+
+    Attributes:
+        full: some row may read all rows.
+        left_out: some rows of some samples are not run.
+        keeps: the forward keeps what the policy says, for a backward.
+        overwrites: buffers whose memory the gradient of a streamed input takes, if nobody else holds it: the
+            cotangent in a backward, the input itself in a loss.
+        half: float16 occurs in a loss.
+    """
+
+    full: bool = False
+    left_out: bool = False
+    keeps: bool = False
+    overwrites: frozenset[Buffer] = frozenset()
+    half: bool = False
+
+
+class Builder:
+    """Makes the procedures of one distinct segment.
+
+    Args:
+        programs: its chunk programs.
+        way: how they are run.
+    """
+
+    def __init__(self, programs: SegmentPrograms, way: Way) -> None:
+        self.programs, self.way = programs, way
+        self.states = list(programs.buffers(BufferKind.STATE))
+        self.outputs = [Buffer(BufferKind.OUTPUT, n) for n in programs.segment.outputs]
+        self.gradients = [Buffer(BufferKind.GRADIENT, n) for n in programs.diff_rows]
+        self.sums = list(programs.buffers(BufferKind.SUM))
+        self.state_gradients = list(programs.buffers(BufferKind.STATE_GRADIENT))
+        self.cotangents = list(programs.buffers(BufferKind.COTANGENT))
+        self.kept = Buffer(BufferKind.KEPT)
+
+    def forward(self) -> Procedure:
+        """The outputs, and what is kept of each chunk."""
+        keeps = bool(self.programs.keep) and self.way.keeps
+        body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in self.outputs]
+        body += map(Allocate, self.states)
+        body += self._fill_states(()) if self.way.full else []
+        chunk: list[Instruction] = [
+            Run(
+                "forward",
+                self._inputs("forward"),
+                results=(*self.outputs, *([self.kept] if keeps else [])),
+                writes=() if self.way.full else tuple(self.states),
+            ),
+            *map(WriteRows, self.outputs),
+            *([Keep(self.kept)] if keeps else []),
+        ]
+        body += [Chunks(tuple(chunk)), *map(Free, self.states)]
+        results = (*self.outputs, *([self.kept] if keeps else []))
+        return Procedure("forward", self._given(), tuple(body), results)
+
+    def backward(self) -> Procedure:
+        """Gradients of the streamed inputs, and of the constants."""
+        kept = (self.kept,) if self.programs.keep and self.way.keeps else ()
+        body: list[Instruction] = [*map(Allocate, self.states), *self._fill_states(kept)]
+        body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums)]
+        body += self._memory_of_gradients(BufferKind.COTANGENT)
+        joint = Run(
+            "joint",
+            self._inputs("joint", bool(kept)),
+            results=tuple(self.gradients),
+            adds=(*self.state_gradients, *self.sums),
+        )
+        body.append(Chunks((joint, *map(WriteRows, self.gradients)), reverse=True))
+        if self.way.full and self.states:
+            rows = [WriteRows(b, add=True) for b in self.gradients]
+            inputs = self._inputs("state_joint")
+            last = Run("state_joint", inputs, tuple(self.gradients), adds=tuple(self.sums), own=True)
+            body.append(Chunks((last, *rows)))
+        body += map(Free, (*self.states, *self.state_gradients))
+        body += map(Round, self.sums)
+        given = (*self.cotangents, *self._given(), *kept)
+        return Procedure("backward", given, tuple(body), (*self.gradients, *self.sums))
+
+    def loss(self) -> Procedure:
+        """Values by rows, and all gradients for a unit gradient of the loss: the cotangents are its own."""
+        body: list[Instruction] = [Allocate(b, zero=True) for b in self.outputs]
+        body += map(Normalize, self.cotangents if self.way.half else ())
+        body += [Allocate(b, zero=True) for b in self.sums]
+        body += self._memory_of_gradients(BufferKind.ROWS)
+        results = (*self.outputs, *self.gradients)
+        run = Run("loss", self._inputs("loss"), results, adds=tuple(self.sums))
+        body.append(Chunks((run, *map(WriteRows, results)), over=Over.COUNTED))
+        body.append(Chunks(tuple(map(ZeroRows, self.gradients)), over=Over.NOT_COUNTED))
+        given = (*self.cotangents, *self._given())
+        return Procedure("loss", given, tuple(body), (*results, *self.sums))
+
+    def scaling(self) -> Procedure:
+        """What the backward of a loss has left to do, once the gradient of the loss is known."""
+        made = (*self.gradients, *self.sums)
+        return Procedure("scaling", made, (*map(Scale, made), *map(Round, self.sums)), made)
+
+    # ---- parts
+
+    def _given(self) -> tuple[Buffer, ...]:
+        kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
+        return tuple(b for kind in kinds for b in self.programs.buffers(kind))
+
+    def _inputs(self, program: str, kept: bool = False) -> tuple[Buffer, ...]:
+        return tuple(self.programs.slots(program, kept and self.programs.reads_kept(program)).tensors)
+
+    def _fill_states(self, kept: tuple[Buffer, ...]) -> list[Instruction]:
+        """The states of all rows, before a chunk that may read any of them."""
+        if not self.states:
+            return []
+        own = not self.programs.segment.chained
+        inputs = self._inputs("states", bool(kept))
+        return [Chunks((Run("states", inputs, writes=tuple(self.states), own=own),))]
+
+    def _memory_of_gradients(self, kind: BufferKind) -> Iterable[Instruction]:
+        """Gradients of streamed inputs lie where something else did that nobody reads any more."""
+        old = {b.node: b for b in self.way.overwrites if b.kind is kind}
+        for position, buffer in enumerate(self.gradients):
+            taken = old.get(self._partner(kind, position))
+            if taken is not None:
+                yield Overwrite(buffer, taken, zero=self.way.left_out)
+            else:
+                yield Allocate(buffer, zero=self.way.left_out and kind is BufferKind.COTANGENT)
+
+    def _partner(self, kind: BufferKind, position: int) -> Node | None:
+        if kind is BufferKind.ROWS:
+            return self.gradients[position].node
+        return self.cotangents[0].node if position == 0 else None

@@ -1,0 +1,197 @@
+"""What the step of a segment is made of: buffers, and instructions that fill them chunk by chunk.
+
+A procedure is a list of instructions. The runtime interprets it, the cost model counts what it holds, the
+printer writes it as Python, and the checker proves that it is sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.fx import Node
+
+
+class BufferKind(Enum):
+    """What a tensor is in the step of a segment; the value begins its name.
+
+    The kinds down to SUM go into chunk programs, in this order.
+    """
+
+    ROWS = "x"  # a streamed input of the segment
+    CONSTANT = "p"  # a parameter, or what is made of parameters
+    WHOLE = "w"  # a value that is computed once and has no gradient
+    STATE = "state"  # what later chunks read of the rows of earlier ones (keys and values)
+    STATE_GRADIENT = "grad_state"  # its gradient, a sum over the chunks that read it
+    COTANGENT = "grad"  # the gradient of an output
+    KEPT = "saved"  # what each chunk's forward keeps for its backward, besides the inputs
+    SUM = "grad_p"  # the gradient of a constant, a sum over chunks
+    OUTPUT = "y"  # what the segment makes
+    GRADIENT = "grad_x"  # the gradient of a streamed input
+
+
+BY_ROWS = frozenset({BufferKind.ROWS, BufferKind.COTANGENT, BufferKind.OUTPUT, BufferKind.GRADIENT})
+BY_COLUMNS = frozenset({BufferKind.STATE, BufferKind.STATE_GRADIENT})
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that is held in the step of a segment.
+
+    Attributes:
+        node: the captured value that it is, or whose gradient it is. Identical segments share procedures, so
+            it is a node of the segment whose programs they are. None for what is kept.
+        dim: of a state, that of its rows.
+        wide: a sum over chunks, in float32 where the value is in half precision.
+    """
+
+    kind: BufferKind
+    node: Node | None = None
+    dim: int = 0
+    wide: bool = False
+
+    @property
+    def name(self) -> str:
+        """Readable, and another one for each buffer of a procedure."""
+        return self.kind.value if self.node is None else f"{self.kind.value}_{self.node.name}"
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """Memory for a buffer, with zeros or with anything."""
+
+    buffer: Buffer
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """A buffer takes the memory of `old`, row by row, after the chunk has read them.
+
+    Where somebody else may hold that memory it gets memory of its own, with zeros or with anything.
+    """
+
+    buffer: Buffer
+    old: Buffer
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Free:
+    """A buffer that nobody reads any more is let go."""
+
+    buffer: Buffer
+
+
+class Over(Enum):
+    """The rows that a loop runs over, for each sample of the batch."""
+
+    RUN = "that are run"  # all rows; in a padded batch those that the loss can depend on
+    COUNTED = "that count in the loss"  # of a loss head
+    NOT_COUNTED = "that do not count in the loss"
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A loop over the chunks of the sequence, from the first to the last or in reverse."""
+
+    body: tuple[Instruction, ...]
+    reverse: bool = False
+    over: Over = Over.RUN
+
+
+@dataclass(frozen=True)
+class Run:
+    """A program on one chunk: on its rows of what goes by rows, and its columns of what goes by columns.
+
+    Attributes:
+        program: its kind, see `SegmentPrograms`.
+        inputs: in order; after sizes and a seed.
+        results: what it returns: the chunk's rows of buffers, and what is kept.
+        writes: states of which it writes the chunk's rows itself.
+        adds: sums that it adds to itself.
+        own: it reads no columns but those of its own rows.
+    """
+
+    program: str
+    inputs: tuple[Buffer, ...]
+    results: tuple[Buffer, ...] = ()
+    writes: tuple[Buffer, ...] = ()
+    adds: tuple[Buffer, ...] = ()
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class WriteRows:
+    """The result of the chunk's program becomes the chunk's rows of a buffer, or is added to them."""
+
+    buffer: Buffer
+    add: bool = False
+
+
+@dataclass(frozen=True)
+class ZeroRows:
+    """The chunk's rows of a buffer become zero."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What the chunk's program returned for the backward is kept."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """A buffer is divided by the power of two just above its greatest element, see NOTE [float16]."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A finished gradient is multiplied by that of the loss, and by what `Normalize` has divided by."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Round:
+    """A sum takes the dtype of what it is the gradient of: it is finished."""
+
+    buffer: Buffer
+
+
+Instruction = (
+    Allocate | Overwrite | Free | Chunks | Run | WriteRows | ZeroRows | Keep | Normalize | Scale | Round
+)
+
+
+@dataclass(frozen=True)
+class Procedure:
+    """The instructions of a part of a segment's step.
+
+    Attributes:
+        name: "forward", "backward", "loss" (values and gradients in one sweep) or "scaling" (what is left of
+            the backward after a loss).
+        parameters: what is held when it begins.
+        results: what it hands over, in order.
+    """
+
+    name: str
+    parameters: tuple[Buffer, ...]
+    body: tuple[Instruction, ...]
+    results: tuple[Buffer, ...]
+
+    def of(self, kind: BufferKind) -> list[Buffer]:
+        """Its results of a kind."""
+        return [b for b in self.results if b.kind is kind]
+
+    def runs(self) -> Iterator[tuple[Chunks, Run]]:
+        """The programs that it calls, each with its loop, in order."""
+        for loop in self.body:
+            if isinstance(loop, Chunks):
+                yield from ((loop, inner) for inner in loop.body if isinstance(inner, Run))
