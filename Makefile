@@ -1,4 +1,4 @@
-# make demo | test | test-all | mutants | check | format | bench | bench-check | docs | clean
+# make demo | test | test-all | golden | mutants | check | format | bench | bench-check | docs | clean
 # On a fresh machine each of them first makes .venv and installs what is needed.
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all mutants check format bench bench-check docs clean install
+.PHONY: demo test test-all golden mutants check format bench bench-check docs clean install
 
 install: $(STAMP)
 
@@ -41,6 +41,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow" $(ARGS)
+
+# Writes the texts that tests expect anew: read what has changed as a diff.
+golden: $(STAMP)
+	@STREAMBP_GOLDEN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/passes $(ARGS)
 
 # Wrong changes to the compiler, one at a time: do the tests notice? A night for the default sample.
 mutants: $(STAMP)

@@ -14,6 +14,7 @@
     objective      is the loss linear in its rows: one sweep over the head, or two
     chunk          a segment as a program over a chunk: rows -> state -> rows (`emit`, `attention`, `kernels`)
     vjp            the chunk program and its joint VJP as explicit FX graphs, symbolic in chunk and prefix
+    step           the chunk programs of a segment in loops over its chunks, as instructions; checked
     batch          are the samples of a batch independent: may some of them be run without the others
     policy         what is kept for the backward besides a segment's inputs, and where it lies
     simplify       the same values in fewer passes over memory (eager kernels only)

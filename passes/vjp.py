@@ -27,7 +27,9 @@ from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_n
 from .ir import Facts, Kind, Mask, PassError, Segment, compiled, expression, operands, tensors_of
 from .lower import Lowered, lower, restrict
 from .policy import attention_outputs
-from .step.instructions import BY_COLUMNS, Buffer, BufferKind
+from .step.build import Builder, Way
+from .step.checker import check
+from .step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
 from .tracing import trace
 
 Guard = Callable[[Mapping[str, int]], bool]
@@ -123,6 +125,7 @@ class SegmentPrograms:
         self.traces: dict[tuple, list[Traced]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
+        self._procedures: dict[tuple[str, Way], Procedure] = {}
         self.diff_rows = [n for n in segment.rows if n in facts.needs_grad]
         self.diff_constants = [n for n in segment.constants if n in facts.needs_grad]
         self.diff_outputs = [n for n in segment.outputs if n in facts.needs_grad]
@@ -196,6 +199,22 @@ class SegmentPrograms:
             return lower(module, sums, names, self.body, fakes, kind == "loss", sizes, window)
         except Exception as error:
             raise PassError("lower", error) from error
+
+    def procedure(self, name: str, way: Way) -> Procedure:
+        """The instructions of a part of the segment's step, checked: they are made once for each way.
+
+        Args:
+            name: "forward", "backward", "loss" or "scaling".
+
+        Raises:
+            UnsoundProcedure: what was made is wrong.
+        """
+        key = name, way
+        if key not in self._procedures:
+            made = getattr(Builder(self, way), name)()
+            check(made)
+            self._procedures[key] = made
+        return self._procedures[key]
 
     def buffers(self, kind: BufferKind) -> list[Buffer]:
         """What goes into programs, of one kind."""

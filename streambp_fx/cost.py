@@ -49,6 +49,7 @@ from .passes.step.instructions import (
     Free,
     Keep,
     Overwrite,
+    Procedure,
     Round,
     Run,
 )
@@ -346,10 +347,7 @@ class StepCost(ProgramCosts):
         self, name: str, phase: str, ledger: Ledger, sizes: Sizes, runner: SegmentRunner
     ) -> Iterator[Moment]:
         """A procedure, instruction by instruction."""
-        keeps = self.options.save == "attention" and not self.is_full(runner)
-        overwrites = runner.overwrites(self.executor.overwritten if name == "loss" else ())
-        way = Way(self.is_full(runner), keeps=keeps, overwrites=overwrites)
-        for instruction in runner.procedure(name, way).body:
+        for instruction in self.procedure(name, runner).body:
             if isinstance(instruction, Allocate | Overwrite):
                 if isinstance(instruction, Overwrite):
                     ledger.drop(self._key(instruction.old, runner))
@@ -360,6 +358,22 @@ class StepCost(ProgramCosts):
                 yield from self._calls(instruction, phase, ledger, sizes, runner)
             elif isinstance(instruction, Round):
                 yield from self._round(instruction.buffer, ledger, sizes, runner)
+
+    def procedure(self, name: str, runner: SegmentRunner) -> Procedure:
+        """A part of a segment's step, as it is run for a batch without padding."""
+        full = self.is_full(runner)
+        keeps = self.options.save == "attention" and not full
+        overwrites = runner.overwrites(self.executor.overwritten if name == "loss" else ())
+        return runner.programs.procedure(name, Way(full, keeps=keeps, overwrites=overwrites))
+
+    def procedures(self, segment: Segment) -> list[Procedure]:
+        """All parts of a segment's step; none of one that runs whole."""
+        runner = self.executor.runners[segment.index]
+        if isinstance(runner, Subgraph):
+            return []
+        head = self.executor.one_sweep is not None and segment is self.facts.segments[-1]
+        names = ("loss", "scaling") if head else ("forward", "backward")
+        return [self.procedure(n, runner) for n in (names if self.facts.trains(segment) else ("forward",))]
 
     def _key(self, buffer: Buffer, runner: SegmentRunner) -> tuple:
         assert buffer.node is not None

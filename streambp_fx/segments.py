@@ -13,6 +13,8 @@ from .passes.cost import op_name
 from .passes.ir import Reach, Segment, shape_of, tensors_of
 from .passes.policy import attention_outputs, row_bytes_of_attention
 from .passes.segment import row_bytes
+from .passes.step.instructions import Procedure
+from .passes.step.text import text
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -83,6 +85,16 @@ class ScheduledSegment:
     def op_counts(self) -> Counter[str]:
         """How often each op of the captured graph occurs."""
         return Counter(op_name(n) for n in self.segment.nodes)
+
+    @property
+    def procedures(self) -> list[Procedure]:
+        """The instructions that run the segment: its forward and its backward; of a loss head that takes one
+        sweep the loss, and the scaling by its gradient. None of a segment that runs whole."""
+        return self.schedule.cost.procedures(self.segment)
+
+    def instructions(self) -> str:
+        """The same as text, an instruction a line; see "Reading a schedule" in the documentation."""
+        return "\n\n".join(map(text, self.procedures)) or f"runs whole: {self.segment.reason}"
 
     @property
     def bytes(self) -> int:

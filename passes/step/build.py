@@ -100,12 +100,19 @@ class Builder:
             self._inputs("joint", bool(kept)),
             results=tuple(self.gradients),
             adds=(*self.state_gradients, *self.sums),
+            finishes=() if self.way.full else tuple(self.state_gradients),
         )
         body.append(Chunks((joint, *map(WriteRows, self.gradients)), reverse=True))
         if self.way.full and self.states:
             rows = [WriteRows(b, add=True) for b in self.gradients]
-            inputs = self._inputs("state_joint")
-            last = Run("state_joint", inputs, tuple(self.gradients), adds=tuple(self.sums), own=True)
+            last = Run(
+                "state_joint",
+                self._inputs("state_joint"),
+                results=tuple(self.gradients),
+                adds=tuple(self.sums),
+                finishes=tuple(self.state_gradients),
+                own=True,
+            )
             body.append(Chunks((last, *rows)))
         body += map(Free, (*self.states, *self.state_gradients))
         body += map(Round, self.sums)

@@ -111,6 +111,8 @@ class Run:
         results: what it returns: the chunk's rows of buffers, and what is kept.
         writes: states of which it writes the chunk's rows itself.
         adds: sums that it adds to itself.
+        finishes: state gradients of which it differentiates the chunk's rows. Nothing is added to those rows
+            afterwards: what reads them has been differentiated, by this call at the latest.
         own: it reads no columns but those of its own rows.
     """
 
@@ -119,6 +121,7 @@ class Run:
     results: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
     adds: tuple[Buffer, ...] = ()
+    finishes: tuple[Buffer, ...] = ()
     own: bool = False
 
 

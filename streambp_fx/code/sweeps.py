@@ -53,7 +53,7 @@ class Sweeps:
 
     def _procedure(self, name: str, full: bool = False) -> Procedure:
         keeps = bool(self.code.saved) and not full
-        return self.runner.procedure(name, Way(full, keeps=keeps, half=is_half(self.runner)))
+        return self.runner.programs.procedure(name, Way(full, keeps=keeps, half=is_half(self.runner)))
 
     # ---- names
 

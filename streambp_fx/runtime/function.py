@@ -33,12 +33,15 @@ class StreamedSegment(torch.autograd.Function):
             outputs = tuple(runner.unwritten(n, step, tensors[0]) for n in runner.segment.outputs)
         else:
             frame = frame_of(runner, step, tensors, whole)
-            outputs = tuple(run(runner.procedure("forward", runner.way(step)), frame))
+            outputs = tuple(run(runner.programs.procedure("forward", runner.way(step)), frame))
             ctx.chunks, kept = len(frame.kept), frame.kept
         read = (as_it_is(t) for t in (*tensors, *whole))
         ctx.save_for_backward(*read, *itertools.chain(*kept))
         if runner.needs_grad:  # what is wrong with the backward is said in the forward: nothing is half done
-            prepare(runner.procedure("backward", runner.way(step)), frame_of(runner, step, tensors, whole))
+            prepare(
+                runner.programs.procedure("backward", runner.way(step)),
+                frame_of(runner, step, tensors, whole),
+            )
         ctx.set_materialize_grads(False)
         frozen = [
             o
@@ -71,7 +74,7 @@ class StreamedSegment(torch.autograd.Function):
         if kept:
             each = len(kept) // ctx.chunks
             frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
-        procedure = runner.procedure("backward", runner.way(step))
+        procedure = runner.programs.procedure("backward", runner.way(step))
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
         found = dict(zip(own, made, strict=True))

@@ -112,10 +112,10 @@ class OneSweepHead(torch.autograd.Function):
         (cotangent,) = runner.programs.buffers(BufferKind.COTANGENT)
         frame.tensors[cotangent] = sweep.coefficients
         way = runner.way(step, sweep.last, is_half(runner))
-        output, *made = run(runner.procedure("loss", way), frame)
+        output, *made = run(runner.programs.procedure("loss", way), frame)
         with torch.no_grad():
             outputs = tuple(sweep.epilogue(output))
-        ctx.procedure, ctx.position = runner.procedure("scaling", way), sweep.position
+        ctx.procedure, ctx.position = runner.programs.procedure("scaling", way), sweep.position
         finished = dict(zip(ctx.procedure.parameters, made, strict=True))
         ctx.frame = Frame(runner, step, finished, (made or [output])[0], lambda over: [], unit=frame.unit)
         ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != sweep.position))

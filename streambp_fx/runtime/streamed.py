@@ -17,8 +17,8 @@ from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
-from ..passes.step.build import Builder, Way
-from ..passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind, Procedure
+from ..passes.step.build import Way
+from ..passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from ..passes.vjp import SegmentPrograms
 from .blocks import Block, Part, Step, counts
 from .common import compile_error, split_rows
@@ -51,7 +51,6 @@ class SegmentRunner:
             for m, twin in zip(self.model.mixings, segment.mixings, strict=True)
             if m.mask is not None
         }
-        self._procedures: dict[tuple[str, Way], Procedure] = {}
         self.diff_outputs = [twins[n] for n in programs.diff_outputs]
         self.diff_rows = [segment.rows[self.model.rows.index(n)] for n in programs.diff_rows]
         self.diff_constants = [
@@ -159,13 +158,6 @@ class SegmentRunner:
         return value if place is None else place.narrow(value, part.first, part.count, inner)
 
     # ---- programs
-
-    def procedure(self, name: str, way: Way) -> Procedure:
-        """The instructions of a part of the segment's step: "forward", "backward", "loss" or "scaling"."""
-        key = name, way
-        if key not in self._procedures:
-            self._procedures[key] = getattr(Builder(self.programs, way), name)()
-        return self._procedures[key]
 
     def way(self, step: Step, overwrites: Iterable[Node] = (), half: bool = False) -> Way:
         """How the instructions run in a step; `overwrites` as below."""

@@ -1,0 +1,331 @@
+"""checker: proves of a procedure, without running it, that it holds what it reads and finishes what it makes.
+
+Each instruction is followed in order, with what is known of the rows of each buffer. A loop over chunks is
+followed once: what its first chunk may do the others may do, where rows of earlier chunks are concerned the
+direction of the loop decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from .instructions import (
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Instruction,
+    Keep,
+    Normalize,
+    Over,
+    Overwrite,
+    Procedure,
+    Round,
+    Run,
+    Scale,
+    WriteRows,
+    ZeroRows,
+)
+from .text import line
+
+
+class UnsoundProcedure(Exception):
+    """A procedure reads what is not there, or leaves undone what it promises.
+
+    Attributes:
+        procedure: its name.
+        instruction: the one at which that is seen; None: the end.
+    """
+
+    def __init__(self, procedure: Procedure, instruction: Instruction | None, words: str) -> None:
+        place = "at the end" if instruction is None else f"at `{line(instruction)}`"
+        super().__init__(f"procedure {procedure.name}, {place}: {words}")
+        self.procedure, self.instruction = procedure, instruction
+
+
+class Rows(Enum):
+    """What the rows of a buffer hold."""
+
+    ANYTHING = "anything"
+    ZERO = "zeros"
+    COUNTED = "values where they count in the loss, anything elsewhere"
+    COMPLETE = "values"
+
+
+class _Fault(Exception):
+    """What is wrong, before it is known where."""
+
+
+def check(procedure: Procedure) -> None:
+    """Prove that a procedure is sound.
+
+    What is read is held and complete; each row is written once; sums begin with zero, and are finished before
+    they are read; what is allocated is freed or handed over; every result of a program is used.
+
+    Raises:
+        UnsoundProcedure: it is not.
+    """
+    state = _State(procedure)
+    for instruction in procedure.body:
+        _step(state, instruction)
+    try:
+        state.end()
+    except _Fault as fault:
+        raise UnsoundProcedure(procedure, None, str(fault)) from None
+
+
+def _step(state: _State, instruction: Instruction) -> None:
+    try:
+        RULES[type(instruction)](state, instruction)
+    except _Fault as fault:
+        raise UnsoundProcedure(state.procedure, instruction, str(fault)) from None
+
+
+class _State:
+    """What is known between two instructions.
+
+    Attributes:
+        rows: of the buffers that are held.
+        lies_on: buffers that lie where another one did.
+        results: of the chunk's program, not written yet.
+        loop: that is followed.
+        written: what this loop has written, so far.
+        added, finished: sums that were added to, and of which all rows were differentiated.
+        kept: chunks have kept something.
+        read: buffers that a program has read.
+        scaled, rounded: what was.
+    """
+
+    def __init__(self, procedure: Procedure) -> None:
+        self.procedure = procedure
+        self.rows = dict.fromkeys(procedure.parameters, Rows.COMPLETE)
+        self.lies_on: dict[Buffer, Buffer] = {}
+        self.results: set[Buffer] = set()
+        self.loop: Chunks | None = None
+        self.written: set[Buffer] = set()
+        self.added: set[Buffer] = set()
+        self.finished: set[Buffer] = set()
+        self.read: set[Buffer] = set()
+        self.scaled: set[Buffer] = set()
+        self.rounded: set[Buffer] = set()
+        self.kept = Buffer(BufferKind.KEPT) in self.rows
+
+    def need(self, buffer: Buffer) -> Rows:
+        if buffer not in self.rows:
+            raise _Fault(f"{buffer.name} is not held")
+        return self.rows[buffer]
+
+    def complete(self, buffer: Buffer) -> None:
+        if self.need(buffer) is not Rows.COMPLETE:
+            raise _Fault(f"the rows of {buffer.name} hold {self.rows[buffer].value}, not all of its values")
+
+    def hold(self, buffer: Buffer, rows: Rows) -> None:
+        if self.loop is not None:
+            raise _Fault("memory for all chunks is allocated in each of them")
+        if buffer in self.rows:
+            raise _Fault(f"{buffer.name} is held already")
+        self.rows[buffer] = rows
+
+    def end(self) -> None:
+        """What is handed over is finished, and nothing else is left."""
+        kept = Buffer(BufferKind.KEPT)
+        for buffer in self.procedure.results:
+            if buffer == kept:
+                if not self.kept:
+                    raise _Fault("nothing was kept")
+                continue
+            self.complete(buffer)
+            self._handed_over(buffer)
+        mine = self.rows.keys() - {*self.procedure.parameters, *self.procedure.results}
+        if mine:
+            raise _Fault(f"{min(b.name for b in mine)} is left allocated")
+
+    def _handed_over(self, buffer: Buffer) -> None:
+        scaling, loss = self.procedure.name == "scaling", self.procedure.name == "loss"
+        if scaling and buffer not in self.scaled:
+            raise _Fault(f"{buffer.name} is not multiplied by the gradient of the loss")
+        if buffer.kind is BufferKind.SUM and not loss and buffer not in self.rounded:
+            raise _Fault(f"{buffer.name} is handed over as a sum that is not rounded")
+
+
+# ---- memory
+
+
+def _allocate(state: _State, instruction: Allocate) -> None:
+    buffer = instruction.buffer
+    if buffer.kind is BufferKind.SUM:
+        assert buffer.node is not None
+        state.need(Buffer(BufferKind.CONSTANT, buffer.node))  # whose memory layout it has
+    state.hold(buffer, Rows.ZERO if instruction.zero else Rows.ANYTHING)
+
+
+def _overwrite(state: _State, instruction: Overwrite) -> None:
+    state.complete(instruction.old)
+    if instruction.old in state.lies_on.values():
+        raise _Fault(f"{instruction.old.name} is overwritten by two")
+    state.hold(instruction.buffer, Rows.ANYTHING)
+    state.lies_on[instruction.buffer] = instruction.old
+
+
+def _free(state: _State, instruction: Free) -> None:
+    buffer = instruction.buffer
+    state.need(buffer)
+    if buffer in state.procedure.parameters or buffer in state.procedure.results:
+        raise _Fault(f"{buffer.name} belongs to who has called")
+    if buffer.kind is BufferKind.STATE_GRADIENT and buffer not in state.finished:
+        raise _Fault(f"{buffer.name} is freed before its rows are differentiated")
+    if buffer not in state.read:
+        raise _Fault(f"{buffer.name} is freed and was never read")
+    del state.rows[buffer]
+
+
+# ---- loops
+
+
+def _chunks(state: _State, loop: Chunks) -> None:
+    if state.loop is not None:
+        raise _Fault("a loop over chunks within another one")
+    state.loop, state.written = loop, set()
+    for instruction in loop.body:
+        _step(state, instruction)
+    if state.results:
+        raise _Fault(f"{min(b.name for b in state.results)} is made and not used")
+    for buffer in state.written:
+        state.rows[buffer] = _after(state.rows[buffer], loop.over)
+    state.loop = None
+
+
+def _after(rows: Rows, over: Over) -> Rows:
+    """What rows hold after a loop that has written them."""
+    if over is Over.COUNTED:
+        return Rows.COMPLETE if rows is Rows.ZERO else Rows.COUNTED
+    if over is Over.NOT_COUNTED and rows is not Rows.COUNTED:
+        raise _Fault("rows that do not count are written, and those that count are not")
+    return Rows.COMPLETE
+
+
+def _run(state: _State, instruction: Run) -> None:
+    loop = state.loop
+    if loop is None:
+        raise _Fault("a program for a chunk is called outside of a loop")
+    if state.results:
+        raise _Fault(f"{min(b.name for b in state.results)} is made and not used")
+    for buffer in instruction.inputs:
+        _reads(state, loop, instruction, buffer)
+        state.read.add(buffer)
+    for buffer in instruction.writes:
+        if state.need(buffer) is Rows.COMPLETE or buffer in state.written:
+            raise _Fault(f"rows of {buffer.name} are written twice")
+        if loop.reverse:
+            raise _Fault(f"{buffer.name}: in reverse no rows of earlier chunks are there to be read")
+        state.written.add(buffer)
+    for buffer in instruction.finishes:
+        _finish(state, loop, instruction, buffer)
+    for buffer in instruction.adds:
+        if state.need(buffer) is Rows.ANYTHING:
+            raise _Fault(f"{buffer.name} is added to, and does not begin with zero")
+        if buffer in state.rounded:
+            raise _Fault(f"{buffer.name} is added to after it was rounded")
+        state.added.add(buffer)
+        state.written.add(buffer)
+    state.results = set(instruction.results)
+
+
+def _reads(state: _State, loop: Chunks, run: Run, buffer: Buffer) -> None:
+    """An input is held, and holds what it should."""
+    if buffer.kind is BufferKind.KEPT:
+        if not state.kept or loop.over is not Over.RUN:
+            raise _Fault("nothing is kept of its chunks")
+        return
+    state.need(buffer)
+    if buffer.kind is BufferKind.SUM or buffer in run.adds or buffer in run.writes:
+        return
+    state.complete(buffer)
+    lost = [new for new, old in state.lies_on.items() if old == buffer]
+    if any(new in state.written or state.rows[new] is not Rows.ANYTHING for new in lost):
+        raise _Fault(f"rows of {buffer.name} are read after they were overwritten")
+
+
+def _finish(state: _State, loop: Chunks, run: Run, buffer: Buffer) -> None:
+    """The rows of a state gradient are complete when they are differentiated."""
+    state.need(buffer)
+    if buffer in state.finished:
+        raise _Fault(f"rows of {buffer.name} are differentiated twice")
+    if buffer in run.adds:
+        if not loop.reverse:
+            raise _Fault(f"{buffer.name}: later chunks, which add to its rows, must come first")
+    elif buffer not in state.added:
+        raise _Fault(f"{buffer.name} is differentiated before anything was added to it")
+    state.finished.add(buffer)
+
+
+def _write_rows(state: _State, instruction: WriteRows) -> None:
+    buffer = instruction.buffer
+    if buffer not in state.results:
+        raise _Fault(f"there is no result for {buffer.name}")
+    if instruction.add:
+        state.complete(buffer)
+    elif state.need(buffer) is Rows.COMPLETE or buffer in state.written:
+        raise _Fault(f"rows of {buffer.name} are written twice")
+    state.results.remove(buffer)
+    state.written.add(buffer)
+
+
+def _zero_rows(state: _State, instruction: ZeroRows) -> None:
+    buffer = instruction.buffer
+    if state.loop is None or state.loop.over is not Over.NOT_COUNTED:
+        raise _Fault(f"rows of {buffer.name} are zeroed that count")
+    if state.need(buffer) is Rows.COMPLETE or buffer in state.written:
+        raise _Fault(f"rows of {buffer.name} are written twice")
+    state.written.add(buffer)
+
+
+def _keep(state: _State, instruction: Keep) -> None:
+    if instruction.buffer not in state.results:
+        raise _Fault("there is nothing to keep")
+    state.results.remove(instruction.buffer)
+    state.kept = True
+
+
+# ---- what is done to whole buffers
+
+
+def _normalize(state: _State, instruction: Normalize) -> None:
+    state.complete(instruction.buffer)
+    if instruction.buffer in state.read or instruction.buffer in state.scaled:
+        raise _Fault(f"{instruction.buffer.name} is changed after it was read")
+    state.scaled.add(instruction.buffer)
+
+
+def _scale(state: _State, instruction: Scale) -> None:
+    buffer = instruction.buffer
+    state.complete(buffer)
+    if buffer in state.scaled or buffer in state.rounded:
+        raise _Fault(f"{buffer.name} is multiplied twice, or after it was rounded")
+    state.scaled.add(buffer)
+
+
+def _round(state: _State, instruction: Round) -> None:
+    buffer = instruction.buffer
+    state.complete(buffer)
+    if buffer in state.rounded:
+        raise _Fault(f"{buffer.name} is rounded twice")
+    state.rounded.add(buffer)
+
+
+RULES: Mapping[type, Callable[[_State, Any], None]] = {
+    Allocate: _allocate,
+    Overwrite: _overwrite,
+    Free: _free,
+    Chunks: _chunks,
+    Run: _run,
+    WriteRows: _write_rows,
+    ZeroRows: _zero_rows,
+    Keep: _keep,
+    Normalize: _normalize,
+    Scale: _scale,
+    Round: _round,
+}
