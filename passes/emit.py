@@ -256,7 +256,7 @@ def _as_view(run: Evaluation, node: Node, source: Node, buffer: Tensor) -> Tenso
         if step.target in RESHAPES:
             try:
                 value = value.view(run.local_shape(step, Role.COLUMN))
-            except RuntimeError:  # not a view of this buffer
+            except (RuntimeError, ValueError):  # not a view of this buffer
                 return None
         elif step.target in (aten.transpose.int, aten.permute.default, aten.unsqueeze.default):
             value = step.target(value, *step.args[1:])

@@ -14,12 +14,14 @@ functions, and their blocks are slices of the tensor that the caller computed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import And, Boolean, Not, Or
 from torch import fx
 
@@ -30,6 +32,8 @@ Interval = tuple[Any, Any] | None  # (start, stop), ints or SymInts; None: the w
 Dims = tuple[Interval, ...]
 
 MAX_CASES = 32
+# Positions, and integers among the data that arithmetic is done with, are taken to be smaller than this.
+LONGEST = 2**24
 
 # The index symbols of a mask's element: query row, key column, batch entry, head.
 ROW = sympy.Symbol("i", integer=True, nonnegative=True)
@@ -219,6 +223,8 @@ class Elements:
             raise MaskNotUnderstood(node, f"more than {MAX_CASES} cases")
         if any(isinstance(leaf, float) and leaf != leaf for _, leaf in cases):
             raise MaskNotUnderstood(node, "a value that is not a number")
+        if not all(_fits(leaf, tensor(node).dtype) for _, leaf in cases):
+            raise MaskNotUnderstood(node, f"a value that {tensor(node).dtype} may be too narrow for")
         return cases
 
     def _constant(self, node: fx.Node) -> Boolean | Cases:
@@ -229,6 +235,27 @@ class Elements:
         if not plain or value.dtype.is_complex:
             raise MaskNotUnderstood(node, "not a constant of one element")
         return ((sympy.true, leaf_of(value.item())),)
+
+
+def _fits(leaf: Leaf, dtype: torch.dtype) -> bool:
+    """True if an integer is certain to be exact in its dtype, for positions and data up to `LONGEST`."""
+    if dtype.is_floating_point or not isinstance(leaf, sympy.Expr) or isinstance(leaf, AppliedUndef):
+        return True
+    return _greatest(leaf) <= torch.iinfo(dtype).max
+
+
+def _greatest(value: sympy.Expr) -> int:
+    """A bound of the absolute value of an integer expression."""
+    if value.is_Integer:
+        return abs(int(value))
+    if value.is_Add:
+        return sum(map(_greatest, value.args))
+    if value.is_Mul:
+        return math.prod(map(_greatest, value.args))
+    if value.is_Pow and value.exp.is_Integer and value.exp >= 0:
+        return _greatest(value.base) ** int(value.exp)
+    known = not value.args or value.is_Function  # a position, data, or a quotient of those
+    return LONGEST if known else 2**64
 
 
 def same_size(dims: Dims, sizes: tuple[sympy.Expr, ...]) -> Dims:

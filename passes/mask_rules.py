@@ -38,7 +38,7 @@ from .mask_elements import (
 
 aten = torch.ops.aten
 
-# Integer arithmetic is taken as exact in these: positions and lengths are far below their limits.
+# Integer arithmetic may be exact in these; whether what it makes fits is looked at (`mask_elements._fits`).
 EXACT = (torch.int32, torch.int64)
 
 

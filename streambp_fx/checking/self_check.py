@@ -170,7 +170,7 @@ class _Check:
             except Exception as error:
                 log.info("the streamed run of a self-check failed", exc_info=True)
                 reason = f"the streamed step failed: {type(error).__name__}: {error}"
-                return self._failed(checked, reason, sizes, given)
+                return self._failed(checked, reason, sizes, given, raised=True)
             if constant != self.lazy:
                 expected = run(self.module, given, self.fixed, constant=constant)
             worst, wrong = self._compare(given, expected, found, constant)
@@ -348,12 +348,14 @@ class _Check:
 
     # ---- words
 
-    def _failed(self, checked: SelfCheck, reason: str, sizes: Sizes, given: list[Any]) -> SelfCheck:
-        """The first segment and op that differ."""
+    def _failed(
+        self, checked: SelfCheck, reason: str, sizes: Sizes, given: list[Any], raised: bool = False
+    ) -> SelfCheck:
+        """The first segment and op that differ; of a step that has `raised` its error says what is wrong."""
         try:
-            where = contradicted(self.facts, given, sizes) or blame(
-                self.module, self.executor, given, sizes, self.fixed
-            )
+            where = contradicted(self.facts, given, sizes)
+            if where is None and not raised:
+                where = blame(self.module, self.executor, given, sizes, self.fixed)
         except Exception as error:
             _strictly(error)
             log.info("what differs could not be found", exc_info=True)

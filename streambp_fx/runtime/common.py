@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,8 +25,25 @@ def compile_error(error: PassError) -> CompileError:
     return CompileError(f"{error}.{line} {FALL_BACK}")
 
 
-def refuse_double_backward() -> None:
-    """Raise in a backward that is itself being differentiated."""
+def refuse_other_backwards(gradients: Iterable[Tensor | None]) -> None:
+    """Raise in a backward that is itself being differentiated, and in one of several gradients at once.
+
+    Args:
+        gradients: that it is given.
+
+    Raises:
+        RuntimeError: says which, and what to do.
+    """
+    functorch = torch._C._functorch
+    if any(
+        g is not None and (functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g))
+        for g in gradients
+    ):
+        raise RuntimeError(
+            "a batch of gradients at once (is_grads_batched, torch.vmap over a backward) is not supported by "
+            "streambp_fx: the streamed backward adds in place. Ask for them one after the other, or call "
+            "streambp_fx.restore(model)."
+        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             "double backward is not supported by streambp_fx: the streamed backward keeps no graph. "

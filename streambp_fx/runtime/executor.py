@@ -321,8 +321,7 @@ class Executor:
             outputs = WholeSegment.apply(runner, *given)
         else:
             whole = [values[n] for n in segment.whole]
-            tensors = [values[n] for n in (*segment.rows, *segment.constants)]
-            outputs = StreamedSegment.apply(runner, step, whole, unread, *tensors)
+            outputs = StreamedSegment.apply(runner, step, whole, unread, *_inputs(segment, values))
         values.update(zip(segment.outputs, outputs, strict=True))
 
     def whole_form(self, segment: Segment) -> Subgraph:
@@ -349,9 +348,16 @@ class Executor:
     def _loss_in_one_sweep(self, values: dict[Any, Any], step: Step, sweep: Sweep) -> None:
         segment, runner = self.facts.segments[-1], self.runners[-1]
         whole = [values[n] for n in segment.whole]
-        tensors = [values[n] for n in (*segment.rows, *segment.constants)]
-        found = OneSweepHead.apply(runner, step, whole, sweep, *tensors)
+        found = OneSweepHead.apply(runner, step, whole, sweep, *_inputs(segment, values))
         values.update(zip(self.tail.outputs, found, strict=True))
+
+
+def _inputs(segment: Segment, values: dict[Any, Any]) -> list[Tensor]:
+    """Streamed inputs, in the order in memory that programs take them to have, and constants.
+
+    What comes out of a segment that runs whole may be a view.
+    """
+    return [*(values[n].contiguous() for n in segment.rows), *(values[n] for n in segment.constants)]
 
 
 def tokens_of(noted: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..passes.step.instructions import Buffer, BufferKind
 from .blocks import Step
-from .common import as_it_is, refuse_double_backward
+from .common import as_it_is, refuse_other_backwards
 from .interpreter import Frame, prepare, run
 from .streamed import SegmentRunner
 
@@ -53,7 +53,7 @@ class StreamedSegment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
-        refuse_double_backward()
+        refuse_other_backwards(gradients)
         with torch._C._DisableAutocast():
             return StreamedSegment._gradients(ctx, gradients)
 
@@ -70,7 +70,9 @@ class StreamedSegment(torch.autograd.Function):
         frame = frame_of(runner, step, saved, whole)
         frame.function = ctx
         for buffer, gradient in zip(runner.programs.buffers(BufferKind.COTANGENT), given, strict=True):
-            frame.tensors[buffer] = _zeros(runner, buffer, frame) if gradient is None else gradient
+            frame.tensors[buffer] = (
+                _zeros(runner, buffer, frame) if gradient is None else gradient.contiguous()
+            )
         if kept:
             each = len(kept) // ctx.chunks
             frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]

@@ -14,7 +14,7 @@ from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
 from ..passes.step.instructions import BufferKind, Over
 from .blocks import Block, Step, by_chunk, runs
-from .common import refuse_double_backward
+from .common import refuse_other_backwards
 from .function import frame_of
 from .interpreter import Frame, run
 from .questions import Questions
@@ -110,7 +110,7 @@ class OneSweepHead(torch.autograd.Function):
         extents = runner.extents(step)
         frame.blocks = lambda over: sweep.blocks(extents, over is not Over.NOT_COUNTED)
         (cotangent,) = runner.programs.buffers(BufferKind.COTANGENT)
-        frame.tensors[cotangent] = sweep.coefficients
+        frame.tensors[cotangent] = sweep.coefficients.contiguous()
         way = runner.way(step, sweep.last, is_half(runner))
         output, *made = run(runner.programs.procedure("loss", way), frame)
         with torch.no_grad():
@@ -123,7 +123,7 @@ class OneSweepHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple:
-        refuse_double_backward()
+        refuse_other_backwards(cotangents)
         frame, ctx.frame = ctx.frame, None
         if frame is None:
             raise RuntimeError(

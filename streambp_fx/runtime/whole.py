@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..passes.extract import Subgraph
-from .common import as_it_is, refuse_double_backward
+from .common import as_it_is, refuse_other_backwards
 
 
 class WholeSegment(torch.autograd.Function):
@@ -45,7 +45,7 @@ class WholeSegment(torch.autograd.Function):
     @staticmethod
     def pull_back(ctx: Any, first: int, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of the inputs, which are the Function's arguments from position `first` on."""
-        refuse_double_backward()
+        refuse_other_backwards(gradients)
         inputs = list(ctx.others)
         wanted = []
         for position, saved in zip(ctx.positions, ctx.saved_tensors, strict=True):

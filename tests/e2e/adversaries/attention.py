@@ -248,3 +248,30 @@ def triu_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=x.dtype)
     mask.triu_(1)
     return x + m.weighted(x, (m.scores(x) + mask).softmax(-1))
+
+
+@CASES.block(WHATEVER)
+def positions_that_overflow(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """In 32 bits a distance of 32 becomes a negative number; up to there the mask is causal."""
+    i = torch.arange(x.shape[1], dtype=torch.int32)
+    hidden = ~((i[:, None] - i[None, :]) * 2**26 >= 0)
+    return x + m.weighted(x, m.scores(x).masked_fill(hidden, NEVER).softmax(-1))
+
+
+def _heads_first(m: Subject, x: Tensor) -> Tensor:
+    """Heads before the samples: (heads * samples, rows, width of a head)."""
+    q, k, v = (p(x).unflatten(-1, (3, -1)).permute(2, 0, 1, 3).flatten(0, 1) for p in (m.lin, m.lin2, m.v))
+    y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
+    return y.unflatten(0, (3, x.shape[0])).permute(1, 2, 0, 3).flatten(2)
+
+
+@CASES.block(WHATEVER)
+def heads_before_samples(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + _heads_first(m, x)
+
+
+@CASES.block(WHATEVER)
+def heads_before_samples_without_a_head_dim(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = (p(x).unflatten(-1, (3, -1)).permute(2, 0, 1, 3).flatten(0, 1) for p in (m.lin, m.lin2, m.v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return x + y.view(3, x.shape[0], -1, y.shape[-1]).permute(1, 2, 0, 3).flatten(2)

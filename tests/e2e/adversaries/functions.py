@@ -122,3 +122,24 @@ class Nothing(torch.autograd.Function):
 
 
 CASES.block(WHATEVER, name="no gradient for a weight")(lambda m, x, ids: x + Nothing.apply(m.lin(x), m.scale))
+
+
+# ---- transforms of functions
+
+FORMS = {
+    "vmap over samples": lambda f, x: torch.vmap(f)(x),
+    "vmap over rows": lambda f, x: torch.vmap(f, 1, 1)(x),
+    "vmap twice": lambda f, x: torch.vmap(torch.vmap(f))(x),
+    "grad": lambda f, x: torch.func.grad(lambda u: f(u).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+}
+for _name, _form in FORMS.items():
+    CASES.block(WHATEVER, name=f"{_name} in the forward")(
+        lambda m, x, ids, form=_form: x + form(lambda u: (u * m.scale).tanh() * 2, m.lin(x))
+    )
+
+
+@CASES.block(WHATEVER)
+def a_vmap_that_changes_in_place(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return x + torch.vmap(lambda u: u.sin().mul_(2).add_(1))(m.lin(x))

@@ -330,3 +330,60 @@ def a_split_parameter(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     a, b = m.table.split(50)
     u, _, w = m.lin.weight.chunk(3)
     return x + a[:12].mean(0) + F.linear(x, torch.cat([u, w, u])) + b.max() * 0.1
+
+
+# ---- gradients that lie in memory as no value does
+
+
+def _spread(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Rows with several dims behind them."""
+    return m.lin2(x).unflatten(-1, (3, -1))
+
+
+def _reduced_by_the_user(reduce: Any) -> Any:
+    def run(m: Any, call: Any, record: Record) -> None:
+        for batch, length in ((2, 33), (3, 20), (1, 8)):
+            m.zero_grad()
+            reduce(call(tokens(batch, length))).backward()
+            record.state(m)
+
+    return run
+
+
+REDUCED = {
+    "sum over a dim": lambda y: y.sum(2).square().mean(),
+    "sum": lambda y: y.sum(),
+    "mean over samples": lambda y: y.mean(0).square().sum(),
+    "transposed": lambda y: (y.transpose(0, 1).contiguous() * 1.5).square().mean(),
+    "channels first": lambda y: y.permute(0, 3, 2, 1).softmax(1).square().sum(),
+}
+for _name, _reduce in REDUCED.items():
+    CASES.scenario(WHATEVER, make=lambda door: Subject(loss=_spread), name=f"{_name} of rows with dims")(
+        _reduced_by_the_user(_reduce)
+    )
+
+
+@CASES.loss(WHATEVER)
+def reduced_in_the_graph(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _spread(m, x, ids).sum((1, 2)).square().mean()
+
+
+@CASES.loss(WHATEVER)
+def rows_first(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    logits, targets = m.head(x).transpose(0, 1).flatten(0, 1), ids.T.flatten()
+    each = F.cross_entropy(logits, targets, reduction="none")
+    return each.view(x.shape[1], -1).sum(0).square().mean()
+
+
+@CASES.scenario(STREAMED, block=lambda m, x, ids: x + m.lin(x), against="none")
+def several_gradients_at_once(m: Any, call: Any, record: Record) -> None:
+    """Refused in words where it is streamed; what comes after is right."""
+    loss = call(tokens(2, 33))
+    if call is m:
+        return
+    try:
+        torch.autograd.grad(loss, [m.lin.weight], torch.eye(2, dtype=loss.dtype)[0], is_grads_batched=True)
+    except RuntimeError as error:
+        assert "is_grads_batched" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
