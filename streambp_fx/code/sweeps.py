@@ -208,6 +208,7 @@ class Sweeps:
         for buffer in self.runner.programs.buffers(BufferKind.COTANGENT) if len(code.cotangents) > 1 else ():
             lines.append(f"    if {code.names[buffer]} is None:")
             lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True))]
+        lines += [f"    {n} = {n}.contiguous()" for n in code.cotangents]
         lines += self._print(self._procedure("backward", full), full)
         return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
 
@@ -222,6 +223,7 @@ class Sweeps:
         loss, (output,) = self._procedure("loss"), code.outputs
         lines += self._allocate(Allocate(loss.of(BufferKind.OUTPUT)[0], zero=True))
         lines += [f"    ({code.cotangents[0]},) = differentiate(loss_of, [{output}], [0])"]
+        lines += [f"    {code.cotangents[0]} = {code.cotangents[0]}.contiguous()"]
         lines += self._print(loss, False)
         lines += self._print(self._procedure("scaling"), False)
         return "\n".join([*lines, *returned([output, *code.row_gradients, *code.accumulators])])
