@@ -77,6 +77,13 @@ def scalars() -> Iterator[Sample]:
 
 
 @by_hand
+def diagonals() -> Iterator[Sample]:
+    yield aten.diagonal.default, (floats(3, L, 4, 3), 0, 2, 3), {}
+    yield aten.diagonal.default, (floats(4, 3, L, 4), 1, 0, -1), {}
+    yield aten.diagonal.default, (floats(3, L, 4), 0, 0, 2), {}
+
+
+@by_hand
 def limits() -> Iterator[Sample]:
     x = floats(3, L, 4)
     yield aten.clamp.default, (x, -0.5), {}
