@@ -165,6 +165,11 @@ class Functionalization(FunctionalTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.dropout.default and drops_nothing(*args, **(kwargs or {})):
             return args[0]  # NOTE [dropout that drops nothing]
+        if (
+            func is torch.ops.aten.dropout_.default
+        ):  # else it would be made of ops that nobody knows for dropout
+            made = super().__torch_dispatch__(torch.ops.aten.dropout.default, types, args, kwargs)
+            return super().__torch_dispatch__(torch.ops.aten.copy_.default, types, (args[0], made))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _can_decompose(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
