@@ -32,6 +32,18 @@ def select_scatter(ctx: RuleContext, node: Node) -> Layout:
     return replaced(layout, (*given[:at], None, *given[at:]))
 
 
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(ctx: RuleContext, node: Node) -> Layout:
+    """The diagonal of two dims without the sequence, the last dim of what replaces it."""
+    call = arguments(node)
+    layout, given = ctx.layout(call["self"]), ctx.layout(call["src"])
+    dims = [normalize_dim(call[d], len(layout)) for d in ("dim1", "dim2")]
+    forbid(layout, dims, "a replaced diagonal over")
+    forbid(given, [len(given) - 1], "a diagonal of")
+    replaced(tuple(axis for dim, axis in enumerate(layout) if dim not in dims), given[:-1])
+    return layout
+
+
 @rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
 def scatter(ctx: RuleContext, node: Node) -> Layout:
     """Entries of each row are replaced or added to, at places that have the same rows."""

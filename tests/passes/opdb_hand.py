@@ -81,6 +81,8 @@ def diagonals() -> Iterator[Sample]:
     yield aten.diagonal.default, (floats(3, L, 4, 3), 0, 2, 3), {}
     yield aten.diagonal.default, (floats(4, 3, L, 4), 1, 0, -1), {}
     yield aten.diagonal.default, (floats(3, L, 4), 0, 0, 2), {}
+    yield aten.diagonal_scatter.default, (floats(3, L, 4, 3), floats(3, L, 3), 0, 2, 3), {}
+    yield aten.diagonal_scatter.default, (floats(4, 3, L, 4), floats(3, L, 3), 1, 0, -1), {}
 
 
 @by_hand
