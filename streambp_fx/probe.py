@@ -298,10 +298,14 @@ class IndependenceProbe:
         """Rows up to r against keys and values after r; and from r on against those before its window.
 
         Where the weights are a value of their own, the ops that they are made of are run again as well, from
-        the poisoned keys on: it is the mask on the scores that makes the weights zero.
+        the poisoned keys on: it is the mask on the scores that makes the weights zero. Keys of scores that
+        are normalised before they are masked have a part in all rows: nothing is claimed of them.
         """
         members = [*self.regions[node], node]
-        operands = {n: o for m in members for n, o in self._column_operands(m).items()}
+        bounded = [
+            m for m in members if m in self.facts.mixings and self.facts.mixings[m].reach is not Reach.FULL
+        ]
+        operands = {n: o for m in bounded for n, o in self._column_operands(m).items()}
 
         def run() -> Any:
             made: dict[Node, Any] = {}
