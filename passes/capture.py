@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .custom_gradient import Retrace
-from .effects import refuse_effects, refuse_functorch, refuse_regions, refuse_strides
+from .effects import refuse_effects, refuse_regions, refuse_strides, refuse_transforms
 from .functional import (
     Memory,
     MutationError,
@@ -28,7 +28,6 @@ from .functional import (
     changes_inside,
     changes_something,
     functional,
-    functorch_levels,
 )
 from .ir import evaluate, expression, shape_of, tensors_of
 from .sequence import Lengths, values_of
@@ -192,7 +191,7 @@ def capture(
         meta_as: device on which tensors of the meta device are taken to be, so that the graph has the ops of
             that device; None leaves them on meta.
     """
-    refuse_functorch(module)
+    refuse_transforms(module)
     mode = new_fake_mode()
     assert mode.shape_env is not None
     table = SymbolTable(mode.shape_env, lengths)
@@ -200,8 +199,7 @@ def capture(
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
     make_inputs = lambda: [_fake_input(value, table, mode, meta_as) for value in examples]  # noqa: E731
     inputs = make_inputs()
-    with functorch_levels():
-        traced, written = _trace(module, mode, make_inputs, meta_as)
+    traced, written = _trace(module, mode, make_inputs, meta_as)
     for graph_module in (module, traced):
         refuse_effects(graph_module)
     refuse_regions(traced.graph.nodes)

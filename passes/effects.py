@@ -44,27 +44,19 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val", node.meta.get("example_value")), Tensor)
 
 
-def refuse_functorch(module: GraphModule) -> None:
-    """A graph must not transform functions of values that have a gradient (`torch.func`, `torch.vmap`).
+def refuse_transforms(module: GraphModule) -> None:
+    """A graph must not transform functions within itself (`torch.func`, `torch.vmap`).
 
-    What lies within is recorded by levels of functorch's own, which a trace does not see through. A `vmap`
-    over positions, as masks are made by, is left.
+    Each transform is a level of functorch's own, which a trace does not see through: what is made within
+    would become a constant of the graph. A failure in the middle would leave the level behind, for the whole
+    process.
 
     Raises:
         NotPureError: it does.
     """
     for node in module.graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
-            raise NotPureError("a gradient is taken within the forward (torch.func)", node)
-        operands = (node, *node.all_input_nodes) if name in ("_add_batch_dim", "_remove_batch_dim") else ()
-        if any(map(_has_gradient, operands)):
-            raise NotPureError("torch.vmap over values that have a gradient", node)
-
-
-def _has_gradient(node: Node) -> bool:
-    value = node.meta.get("example_value")
-    return isinstance(value, Tensor) and value.requires_grad
+        if node.op == "call_function" and getattr(node.target, "__name__", "").endswith("_increment_nesting"):
+            raise NotPureError("functions are transformed within the forward (torch.func, torch.vmap)", node)
 
 
 def refuse_regions(nodes: Iterable[Node]) -> None:

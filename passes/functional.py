@@ -9,9 +9,8 @@ each later read of a value that was changed, by whatever name, then reads the ne
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,8 +145,6 @@ def _base(value: Tensor) -> Tensor:
 
 
 def _storage(value: Tensor) -> int:
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # within `vmap`
-        value = torch._C._functorch.get_unwrapped(value)
     return value.untyped_storage()._cdata if not isinstance(value, FunctionalTensor) else id(value)
 
 
@@ -165,9 +162,7 @@ class Functionalization(FunctionalTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.dropout.default and drops_nothing(*args, **(kwargs or {})):
             return args[0]  # NOTE [dropout that drops nothing]
-        if (
-            func is torch.ops.aten.dropout_.default
-        ):  # else it would be made of ops that nobody knows for dropout
+        if func is torch.ops.aten.dropout_.default:  # and not the ops that PyTorch would make of it
             made = super().__torch_dispatch__(torch.ops.aten.dropout.default, types, args, kwargs)
             return super().__torch_dispatch__(torch.ops.aten.copy_.default, types, (args[0], made))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -197,17 +192,6 @@ def _touches_operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     storages = {_storage(v) for v in operands}
     made = {_storage(v) for v in pytree.tree_leaves(found) if isinstance(v, Tensor)}
     return bool(storages & (made | changes.storages))
-
-
-@contextlib.contextmanager
-def functorch_levels() -> Iterator[None]:
-    """Within: a failure between the beginning and the end of a `vmap` leaves none of its levels behind."""
-    level = torch._C._functorch.get_dynamic_layer_stack_depth()
-    try:
-        yield
-    finally:
-        if torch._C._functorch.get_dynamic_layer_stack_depth() > level:
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(level)
 
 
 class _Changes(TorchDispatchMode):

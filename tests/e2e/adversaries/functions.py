@@ -141,5 +141,13 @@ for _name, _form in FORMS.items():
 
 
 @CASES.block(WHATEVER)
+def a_mask_made_by_vmap(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    i = torch.arange(x.shape[1])
+    mask = torch.vmap(torch.vmap(lambda a, b: b <= a, (None, 0)), (0, None))(i, i)
+    q, v = m.lin(x)[:, None], m.lin2(x)[:, None]
+    return x + F.scaled_dot_product_attention(q, v, v, attn_mask=mask)[:, 0]
+
+
+@CASES.block(WHATEVER)
 def a_vmap_that_changes_in_place(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x + torch.vmap(lambda u: u.sin().mul_(2).add_(1))(m.lin(x))
