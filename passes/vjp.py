@@ -224,6 +224,8 @@ class SegmentPrograms:
             return [Buffer(kind, s.node, s.dim, wide) for s in states]
         if kind is BufferKind.SUM:
             return [Buffer(kind, n, wide=self.wide) for n in self.diff_constants]
+        if kind is BufferKind.KEPT:
+            return [Buffer(kind)]
         nodes = {
             BufferKind.ROWS: segment.rows,
             BufferKind.CONSTANT: segment.constants,
@@ -238,13 +240,18 @@ class SegmentPrograms:
         Args:
             kept: what the chunk's forward has kept goes in as well.
         """
-        kinds = [BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE, BufferKind.STATE]
-        if kind in ("joint", "loss", "state_joint"):
-            cotangents = [] if kind == "state_joint" else [BufferKind.COTANGENT]
-            kinds += [BufferKind.STATE_GRADIENT, *cotangents, BufferKind.SUM]
-        found = [buffer for k in kinds for buffer in self.buffers(k)]
-        if kept:
-            found.insert(len(found) - sum(b.kind is BufferKind.SUM for b in found), Buffer(BufferKind.KEPT))
+        backward, reads = kind in ("joint", "loss", "state_joint"), kind in ("joint", "loss")
+        goes_in = {
+            BufferKind.ROWS: True,
+            BufferKind.CONSTANT: True,
+            BufferKind.WHOLE: True,
+            BufferKind.STATE: True,
+            BufferKind.STATE_GRADIENT: backward,
+            BufferKind.COTANGENT: reads,
+            BufferKind.KEPT: kept,
+            BufferKind.SUM: backward,
+        }
+        found = [buffer for k, wanted in goes_in.items() if wanted for buffer in self.buffers(k)]
         return Slots(self.symbols, found, self.segment.removed)
 
 

@@ -361,10 +361,8 @@ class StepCost(ProgramCosts):
 
     def procedure(self, name: str, runner: SegmentRunner) -> Procedure:
         """A part of a segment's step, as it is run for a batch without padding."""
-        full = self.is_full(runner)
-        keeps = self.options.save == "attention" and not full
         overwrites = runner.overwrites(self.executor.overwritten if name == "loss" else ())
-        return runner.programs.procedure(name, Way(full, keeps=keeps, overwrites=overwrites))
+        return runner.programs.procedure(name, Way(self.is_full(runner), overwrites=overwrites))
 
     def procedures(self, segment: Segment) -> list[Procedure]:
         """All parts of a segment's step; none of one that runs whole."""

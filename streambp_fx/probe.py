@@ -303,7 +303,7 @@ class IndependenceProbe:
         """
         members = [*self.regions[node], node]
         bounded = [
-            m for m in members if m in self.facts.mixings and self.facts.mixings[m].reach is not Reach.FULL
+            m for m, found in self.facts.mixings.items() if m in members and found.reach is not Reach.FULL
         ]
         operands = {n: o for m in bounded for n, o in self._column_operands(m).items()}
 

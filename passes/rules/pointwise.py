@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.fx import Node
 
@@ -95,10 +97,11 @@ POINTWISE = [
 LIKE_ANOTHER = (aten.type_as.default, aten.to.other)
 
 
-def pointwise_ops() -> list[torch._ops.OpOverload]:
+@functools.cache
+def pointwise_ops() -> tuple[torch._ops.OpOverload, ...]:
     """The overloads of the list above that this version of torch has, and those that it tags as pointwise."""
     named = [getattr(getattr(aten, n.split(".")[0], None), n.split(".")[1], None) for n in POINTWISE]
-    return sorted({op for op in (*named, *tagged_ops()) if op is not None}, key=str)
+    return tuple(sorted({op for op in (*named, *tagged_ops()) if op is not None}, key=str))
 
 
 def tagged_ops() -> list[torch._ops.OpOverload]:

@@ -38,7 +38,7 @@ class Way:
     Attributes:
         full: some row may read all rows.
         left_out: some rows of some samples are not run.
-        keeps: the forward keeps what the policy says, for a backward.
+        training: there will be a backward, for which the forward keeps what the policy says.
         overwrites: buffers whose memory the gradient of a streamed input takes, if nobody else holds it: the
             cotangent in a backward, the input itself in a loss.
         half: float16 occurs in a loss.
@@ -46,7 +46,7 @@ class Way:
 
     full: bool = False
     left_out: bool = False
-    keeps: bool = False
+    training: bool = True
     overwrites: frozenset[Buffer] = frozenset()
     half: bool = False
 
@@ -67,11 +67,11 @@ class Builder:
         self.sums = list(programs.buffers(BufferKind.SUM))
         self.state_gradients = list(programs.buffers(BufferKind.STATE_GRADIENT))
         self.cotangents = list(programs.buffers(BufferKind.COTANGENT))
-        self.kept = Buffer(BufferKind.KEPT)
+        keeps = bool(programs.keep) and way.training and not way.full
+        self.kept = (Buffer(BufferKind.KEPT),) if keeps else ()
 
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
-        keeps = bool(self.programs.keep) and self.way.keeps
         body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in self.outputs]
         body += map(Allocate, self.states)
         body += self._fill_states(()) if self.way.full else []
@@ -79,25 +79,23 @@ class Builder:
             Run(
                 "forward",
                 self._inputs("forward"),
-                results=(*self.outputs, *([self.kept] if keeps else [])),
+                results=(*self.outputs, *self.kept),
                 writes=() if self.way.full else tuple(self.states),
             ),
             *map(WriteRows, self.outputs),
-            *([Keep(self.kept)] if keeps else []),
+            *map(Keep, self.kept),
         ]
         body += [Chunks(tuple(chunk)), *map(Free, self.states)]
-        results = (*self.outputs, *([self.kept] if keeps else []))
-        return Procedure("forward", self._given(), tuple(body), results)
+        return Procedure("forward", self._given(), tuple(body), (*self.outputs, *self.kept))
 
     def backward(self) -> Procedure:
         """Gradients of the streamed inputs, and of the constants."""
-        kept = (self.kept,) if self.programs.keep and self.way.keeps else ()
-        body: list[Instruction] = [*map(Allocate, self.states), *self._fill_states(kept)]
+        body: list[Instruction] = [*map(Allocate, self.states), *self._fill_states(self.kept)]
         body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums)]
         body += self._memory_of_gradients(BufferKind.COTANGENT)
         joint = Run(
             "joint",
-            self._inputs("joint", bool(kept)),
+            self._inputs("joint", self.kept),
             results=tuple(self.gradients),
             adds=(*self.state_gradients, *self.sums),
             finishes=() if self.way.full else tuple(self.state_gradients),
@@ -116,7 +114,7 @@ class Builder:
             body.append(Chunks((last, *rows)))
         body += map(Free, (*self.states, *self.state_gradients))
         body += map(Round, self.sums)
-        given = (*self.cotangents, *self._given(), *kept)
+        given = (*self.cotangents, *self._given(), *self.kept)
         return Procedure("backward", given, tuple(body), (*self.gradients, *self.sums))
 
     def loss(self) -> Procedure:
@@ -143,15 +141,16 @@ class Builder:
         kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
         return tuple(b for kind in kinds for b in self.programs.buffers(kind))
 
-    def _inputs(self, program: str, kept: bool = False) -> tuple[Buffer, ...]:
-        return tuple(self.programs.slots(program, kept and self.programs.reads_kept(program)).tensors)
+    def _inputs(self, program: str, kept: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
+        reads = bool(kept) and self.programs.reads_kept(program)
+        return tuple(self.programs.slots(program, reads).tensors)
 
     def _fill_states(self, kept: tuple[Buffer, ...]) -> list[Instruction]:
         """The states of all rows, before a chunk that may read any of them."""
         if not self.states:
             return []
         own = not self.programs.segment.chained
-        inputs = self._inputs("states", bool(kept))
+        inputs = self._inputs("states", kept)
         return [Chunks((Run("states", inputs, writes=tuple(self.states), own=own),))]
 
     def _memory_of_gradients(self, kind: BufferKind) -> Iterable[Instruction]:

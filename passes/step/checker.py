@@ -122,6 +122,16 @@ class _State:
         if self.need(buffer) is not Rows.COMPLETE:
             raise _Fault(f"the rows of {buffer.name} hold {self.rows[buffer].value}, not all of its values")
 
+    def used(self) -> None:
+        """Nothing is left of what a program has returned."""
+        if self.results:
+            raise _Fault(f"{min(b.name for b in self.results)} is made and not used")
+
+    def unwritten(self, buffer: Buffer) -> None:
+        """The chunk's rows were not written before."""
+        if self.need(buffer) is Rows.COMPLETE or buffer in self.written:
+            raise _Fault(f"rows of {buffer.name} are written twice")
+
     def hold(self, buffer: Buffer, rows: Rows) -> None:
         if self.loop is not None:
             raise _Fault("memory for all chunks is allocated in each of them")
@@ -191,8 +201,7 @@ def _chunks(state: _State, loop: Chunks) -> None:
     state.loop, state.written = loop, set()
     for instruction in loop.body:
         _step(state, instruction)
-    if state.results:
-        raise _Fault(f"{min(b.name for b in state.results)} is made and not used")
+    state.used()
     for buffer in state.written:
         state.rows[buffer] = _after(state.rows[buffer], loop.over)
     state.loop = None
@@ -211,14 +220,12 @@ def _run(state: _State, instruction: Run) -> None:
     loop = state.loop
     if loop is None:
         raise _Fault("a program for a chunk is called outside of a loop")
-    if state.results:
-        raise _Fault(f"{min(b.name for b in state.results)} is made and not used")
+    state.used()
     for buffer in instruction.inputs:
         _reads(state, loop, instruction, buffer)
         state.read.add(buffer)
     for buffer in instruction.writes:
-        if state.need(buffer) is Rows.COMPLETE or buffer in state.written:
-            raise _Fault(f"rows of {buffer.name} are written twice")
+        state.unwritten(buffer)
         if loop.reverse:
             raise _Fault(f"{buffer.name}: in reverse no rows of earlier chunks are there to be read")
         state.written.add(buffer)
@@ -268,8 +275,8 @@ def _write_rows(state: _State, instruction: WriteRows) -> None:
         raise _Fault(f"there is no result for {buffer.name}")
     if instruction.add:
         state.complete(buffer)
-    elif state.need(buffer) is Rows.COMPLETE or buffer in state.written:
-        raise _Fault(f"rows of {buffer.name} are written twice")
+    else:
+        state.unwritten(buffer)
     state.results.remove(buffer)
     state.written.add(buffer)
 
@@ -278,8 +285,7 @@ def _zero_rows(state: _State, instruction: ZeroRows) -> None:
     buffer = instruction.buffer
     if state.loop is None or state.loop.over is not Over.NOT_COUNTED:
         raise _Fault(f"rows of {buffer.name} are zeroed that count")
-    if state.need(buffer) is Rows.COMPLETE or buffer in state.written:
-        raise _Fault(f"rows of {buffer.name} are written twice")
+    state.unwritten(buffer)
     state.written.add(buffer)
 
 

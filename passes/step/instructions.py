@@ -189,10 +189,6 @@ class Procedure:
     body: tuple[Instruction, ...]
     results: tuple[Buffer, ...]
 
-    def of(self, kind: BufferKind) -> list[Buffer]:
-        """Its results of a kind."""
-        return [b for b in self.results if b.kind is kind]
-
     def runs(self) -> Iterator[tuple[Chunks, Run]]:
         """The programs that it calls, each with its loop, in order."""
         for loop in self.body:

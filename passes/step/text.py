@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..ir import shape_of, tensors_of
+from ..ir import shape_of, sum_dtype, tensors_of
 from .instructions import (
     Allocate,
     Buffer,
@@ -118,9 +118,10 @@ def _plain(value: Any) -> Any:
 
 def _allocate(instruction: Allocate) -> str:
     buffer, filled = instruction.buffer, ", zeros" if instruction.zero else ""
-    known = _described(buffer)
-    wide = "float32" if buffer.wide and known["dtype"] in ("bfloat16", "float16") else known["dtype"]
-    return f"allocate {buffer.name}: {wide}[{', '.join(known['shape'])}]{filled}"
+    assert buffer.node is not None
+    dtype = tensors_of(buffer.node)[0].dtype
+    held = str(sum_dtype(dtype) if buffer.wide else dtype).removeprefix("torch.")
+    return f"allocate {buffer.name}: {held}[{', '.join(map(str, shape_of(buffer.node)))}]{filled}"
 
 
 def _run(instruction: Run) -> str:

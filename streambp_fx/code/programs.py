@@ -9,10 +9,12 @@ from torch.fx import Node
 from ..passes.inputs import SIZES, Extent
 from ..passes.ir import Mask, Reach
 from ..passes.printing import Printer, fold
-from ..passes.step.instructions import Buffer, BufferKind
+from ..passes.step.build import Way
+from ..passes.step.instructions import Buffer, BufferKind, Procedure, Run
 from ..passes.vjp import Guards
 from ..runtime.blocks import Step
 from ..runtime.common import OwnedBuffers
+from ..runtime.head import is_half
 from ..runtime.streamed import SegmentRunner
 from .body import Body, BodyPrinter, docstring, function
 from .context import Context
@@ -114,14 +116,15 @@ class SegmentCode:
             return [True]
         return [False, True] if None in answers and not self.segment.chained else [False]
 
-    def kinds(self, full: bool) -> list[str]:
-        if self.one_sweep:
-            return ["loss"]
-        states = bool(self.states)
-        kinds = ["forward", *(["states"] if states and (self.trained or full) else [])]
-        if self.trained:
-            kinds += ["joint", *(["state_joint"] if states and full else [])]
-        return kinds
+    def procedure(self, name: str, full: bool = False) -> Procedure:
+        """A part of the segment's step, as it is printed: nothing is written over."""
+        return self.programs.procedure(name, Way(full, half=is_half(self.runner)))
+
+    def _runs(self, full: bool) -> list[Run]:
+        """The calls of programs, in the order in which the programs are printed."""
+        parts = ["loss"] if self.one_sweep else ["forward", *(["backward"] if self.trained else [])]
+        found = {r.program: r for part in parts for _, r in self.procedure(part, full).runs()}
+        return [found[kind] for kind in PURPOSE if kind in found]
 
     def _make(self, full: bool) -> None:
         choices: list[frozenset[Mask]] = [frozenset()]
@@ -131,12 +134,13 @@ class SegmentCode:
                 choices = [c | {mask} for c in choices]
             elif answer is None and not full:
                 choices = [d for c in choices for d in (c | {mask}, c)]
-        for kind in self.kinds(full):
+        for run in self._runs(full):
+            kind = run.program
             found = self.variants.setdefault((kind, full), [])
             for plain in choices:
                 step = self.step(plain, full)
-                for extent in self.extents(kind, step):
-                    self._add(found, kind, extent, step)
+                for extent in self.runner.extents(step):
+                    self._add(found, kind, extent.own() if run.own else extent, step)
             self._name(kind, full, found)
 
     def step(self, plain: frozenset[Mask], full: bool) -> Step:
@@ -145,14 +149,9 @@ class SegmentCode:
         sizes, tokens = self.context.values, self.context.tokens
         return Step(sizes, tokens, 2**40, OwnedBuffers(), *chunks, plain=plain, full=every)
 
-    def extents(self, kind: str, step: Step) -> list[Extent]:
-        return [self.runner.extent_of(kind, e) for e in self.runner.extents(step)]
-
     def _add(self, found: list[Variant], kind: str, extent: Extent, step: Step) -> None:
         """Print the program of a chunk, unless it is there."""
-        slots = self.programs.slots(kind)
-        numbers = [*extent.sizes, step.seed, *(step.sizes[s] for s in slots.symbols)]
-        lowered = self.runner.program(kind, extent, step, numbers)
+        lowered = self.runner.program(kind, extent, step, self.runner.numbers(extent, step.seed, step))
         traces = (t for ts in self.programs.traces.values() for t in ts)
         guards = next(t.guards for t in traces if any(p is lowered for p in t.lowered.values()))
         assert isinstance(guards, Guards)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..passes.ir import Axis, shape_of, tensors_of
 from ..passes.printing import fold
-from ..passes.step.build import Way
 from ..passes.step.instructions import (
     BY_COLUMNS,
     BY_ROWS,
@@ -13,10 +14,10 @@ from ..passes.step.instructions import (
     BufferKind,
     Chunks,
     Free,
+    Instruction,
     Keep,
     Normalize,
     Over,
-    Procedure,
     Round,
     Run,
     Scale,
@@ -51,10 +52,6 @@ class Sweeps:
                 texts.append(self._backward(full))
         return texts
 
-    def _procedure(self, name: str, full: bool = False) -> Procedure:
-        keeps = bool(self.code.saved) and not full
-        return self.runner.programs.procedure(name, Way(full, keeps=keeps, half=is_half(self.runner)))
-
     # ---- names
 
     def name(self, what: str, full: bool = False) -> str:
@@ -76,10 +73,10 @@ class Sweeps:
         removed = f" - {self.segment.removed}" if self.segment.removed else ""
         return [*lines, f"    total = T{removed}"]
 
-    def _print(self, procedure: Procedure, full: bool) -> list[str]:
+    def _print(self, body: Iterable[Instruction], full: bool) -> list[str]:
         """The instructions, in order."""
         lines: list[str] = []
-        for instruction in procedure.body:
+        for instruction in body:
             if isinstance(instruction, Allocate):
                 lines += self._allocate(instruction)
             elif isinstance(instruction, Chunks) and instruction.over is not Over.NOT_COUNTED:
@@ -185,12 +182,9 @@ class Sweeps:
         assert buffer.node is not None
         name, dtype = self.code.names[buffer], tensors_of(buffer.node)[0].dtype
         note = "  # written over the sum where it is added to a gradient that the parameter has"
-        wide = self.runner.sum_dtype(buffer, dtype) != dtype
-        return (
-            [f"    {name} = {name}.to({dtype}){note if name == self.code.accumulators[0] else ''}"]
-            if wide
-            else []
-        )
+        if self.runner.sum_dtype(buffer, dtype) == dtype:
+            return []
+        return [f"    {name} = {name}.to({dtype}){note if name == self.code.accumulators[0] else ''}"]
 
     # ---- procedures
 
@@ -198,7 +192,7 @@ class Sweeps:
         code = self.code
         lines = self._head(self.name("forward", full), self.parameters(), f"{self.numbers}, forwards.")
         lines += [f"    {code.kept} = []"] if code.saved else []
-        lines += self._print(self._procedure("forward", full), full)
+        lines += self._print(self.code.procedure("forward", full).body, full)
         return "\n".join([*lines, *returned([*code.outputs, *([code.kept] if code.saved else [])])])
 
     def _backward(self, full: bool) -> str:
@@ -209,7 +203,7 @@ class Sweeps:
             lines.append(f"    if {code.names[buffer]} is None:")
             lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True))]
         lines += [f"    {n} = {n}.contiguous()" for n in code.cotangents]
-        lines += self._print(self._procedure("backward", full), full)
+        lines += self._print(self.code.procedure("backward", full).body, full)
         return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
 
     def _loss(self) -> str:
@@ -220,10 +214,9 @@ class Sweeps:
             "sweep. The loss is linear in the values, so its derivative at zero is its derivative."
         )
         lines = self._head(self.name("loss"), [*self.parameters(), "loss_of"], note)
-        loss, (output,) = self._procedure("loss"), code.outputs
-        lines += self._allocate(Allocate(loss.of(BufferKind.OUTPUT)[0], zero=True))
+        (output,), (rows, *rest) = code.outputs, code.procedure("loss").body
+        lines += self._print([rows], False)
         lines += [f"    ({code.cotangents[0]},) = differentiate(loss_of, [{output}], [0])"]
         lines += [f"    {code.cotangents[0]} = {code.cotangents[0]}.contiguous()"]
-        lines += self._print(loss, False)
-        lines += self._print(self._procedure("scaling"), False)
+        lines += self._print([*rest, *code.procedure("scaling").body], False)
         return "\n".join([*lines, *returned([output, *code.row_gradients, *code.accumulators])])

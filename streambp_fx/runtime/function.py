@@ -27,21 +27,17 @@ class StreamedSegment(torch.autograd.Function):
         Args:
             unread: a second forward for the sake of what is saved; the outputs need not hold anything.
         """
-        ctx.runner, ctx.step, ctx.inputs = runner, step, len(tensors)
-        ctx.whole, ctx.chunks, kept = len(whole), 0, list[list[Tensor]]()
+        frame, way = frame_of(runner, step, tensors, whole), runner.way(step)
         if unread:
             outputs = tuple(runner.unwritten(n, step, tensors[0]) for n in runner.segment.outputs)
         else:
-            frame = frame_of(runner, step, tensors, whole)
-            outputs = tuple(run(runner.programs.procedure("forward", runner.way(step)), frame))
-            ctx.chunks, kept = len(frame.kept), frame.kept
+            outputs = tuple(run(runner.programs.procedure("forward", way), frame))
+        ctx.runner, ctx.step, ctx.way = runner, step, way
+        ctx.inputs, ctx.whole, ctx.chunks = len(tensors), len(whole), len(frame.kept)
         read = (as_it_is(t) for t in (*tensors, *whole))
-        ctx.save_for_backward(*read, *itertools.chain(*kept))
+        ctx.save_for_backward(*read, *itertools.chain(*frame.kept))
         if runner.needs_grad:  # what is wrong with the backward is said in the forward: nothing is half done
-            prepare(
-                runner.programs.procedure("backward", runner.way(step)),
-                frame_of(runner, step, tensors, whole),
-            )
+            prepare(runner.programs.procedure("backward", way), frame)
         ctx.set_materialize_grads(False)
         frozen = [
             o
@@ -76,7 +72,7 @@ class StreamedSegment(torch.autograd.Function):
         if kept:
             each = len(kept) // ctx.chunks
             frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
-        procedure = runner.programs.procedure("backward", runner.way(step))
+        procedure = runner.programs.procedure("backward", ctx.way)
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
         found = dict(zip(own, made, strict=True))

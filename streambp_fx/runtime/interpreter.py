@@ -147,10 +147,8 @@ def _run(instruction: Run, frame: Frame) -> None:
 
 
 def _write_rows(instruction: WriteRows, frame: Frame) -> None:
-    assert frame.block is not None
-    buffer, value = instruction.buffer, frame.results.pop(instruction.buffer)
-    rows = frame.runner.view(buffer.node, frame.tensors[buffer], frame.block, frame.step)
-    value = value.reshape(rows.shape)
+    rows = _rows(instruction.buffer, frame)
+    value = frame.results.pop(instruction.buffer).reshape(rows.shape)
     if _lies_otherwise(value, rows):
         value = value.clone()
     rows.add_(value) if instruction.add else rows.copy_(value)
@@ -167,9 +165,13 @@ def _lies_otherwise(value: Tensor, rows: Tensor) -> bool:
 
 
 def _zero_rows(instruction: ZeroRows, frame: Frame) -> None:
-    assert frame.block is not None
-    buffer = instruction.buffer
-    frame.runner.view(buffer.node, frame.tensors[buffer], frame.block, frame.step).zero_()
+    _rows(instruction.buffer, frame).zero_()
+
+
+def _rows(buffer: Buffer, frame: Frame) -> Tensor:
+    """The rows of the chunk that is run, as a view."""
+    assert buffer.node is not None and frame.block is not None
+    return frame.runner.view(frame.runner.twins[buffer.node], frame.tensors[buffer], frame.block, frame.step)
 
 
 def _keep(instruction: Keep, frame: Frame) -> None:

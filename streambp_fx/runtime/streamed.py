@@ -118,11 +118,6 @@ class SegmentRunner:
             result.append(Extent(rows, start - low, low, total, full))
         return result
 
-    def extent_of(self, kind: str, extent: Extent) -> Extent:
-        """What a program of a kind reads for a chunk: state rows alone are made of their own rows."""
-        alone = kind == "state_joint" or (kind == "states" and not self.segment.chained)
-        return extent.own() if alone else extent
-
     @cached_property
     def samples(self) -> Samples | str:
         """Where the samples are, or why they are not known to be independent."""
@@ -147,13 +142,14 @@ class SegmentRunner:
     def part_of(self, buffer: Buffer, value: Tensor, part: Part | None, step: Step) -> Tensor:
         """Some samples of a tensor, as a view."""
         assert buffer.node is not None
-        return value if buffer.kind is BufferKind.SUM else self._samples_of(buffer.node, value, part, step)
+        own = self.twins[buffer.node]
+        return value if buffer.kind is BufferKind.SUM else self._samples_of(own, value, part, step)
 
     def _samples_of(self, node: Node, value: Tensor, part: Part | None, step: Step) -> Tensor:
         if part is None:
             return value
         assert isinstance(self.samples, Samples)
-        place = self.samples.places.get(self.twins.get(node, node))
+        place = self.samples.places.get(node)
         inner = 1 if place is None else step.resolve(place.inner)
         return value if place is None else place.narrow(value, part.first, part.count, inner)
 
@@ -161,9 +157,8 @@ class SegmentRunner:
 
     def way(self, step: Step, overwrites: Iterable[Node] = (), half: bool = False) -> Way:
         """How the instructions run in a step; `overwrites` as below."""
-        full = self.is_full(step)
-        keeps = step.training and not full
-        return Way(full, step.needed is not None, keeps, self.overwrites(overwrites), half)
+        left_out = step.needed is not None
+        return Way(self.is_full(step), left_out, step.training, self.overwrites(overwrites), half)
 
     def overwrites(self, rows: Iterable[Node] = ()) -> frozenset[Buffer]:
         """Buffers over which gradients of streamed inputs may be written.
@@ -231,7 +226,7 @@ class SegmentRunner:
     def view(self, node: Node, value: Tensor, block: Block, step: Step) -> Tensor:
         """The rows of a block, as a view of the whole value; rows that are merged with samples as parts."""
         value, step = self._samples_of(node, value, block.part, step), step.of(block.part)
-        dim, axis = self.axis(self.twins.get(node, node))
+        dim, axis = self.axis(node)
         if not axis.simple:
             sizes = (step.resolve(axis.outer), block.extent.total, step.resolve(axis.inner))
             value, dim = value.unflatten(dim, sizes), dim + 1
