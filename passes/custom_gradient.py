@@ -94,6 +94,15 @@ class Retrace(Interpreter):
         super().__init__(module)
         self.meta_as, self.memory = meta_as, memory or Memory()
         self.items = {u for n in floats for u in n.users}
+        self.autocasts: list[torch.autocast] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph; regions of autocast that it has not left are left."""
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self.autocasts:
+                self.autocasts.pop().__exit__(None, None, None)
 
     def run_node(self, n: Node) -> Any:
         if n in self.items:
@@ -130,6 +139,11 @@ class Retrace(Interpreter):
             return result
         if target is DATA:
             return args[0].detach()
+        if target is torch.amp.autocast_mode._enter_autocast:  # `make_fx` records it, and does not enter it
+            self.autocasts.append(torch.autocast(*args))
+            return self.autocasts[-1].__enter__()
+        if target is torch.amp.autocast_mode._exit_autocast:
+            return self.autocasts.pop().__exit__(None, None, None)
         if target in DROPOUTS and drops_nothing(*args, **kwargs):
             return args[0] if args else kwargs["input"]
         if target is not torch._functorch.autograd_function.autograd_function_apply:

@@ -26,7 +26,7 @@ LINEAR_IN_FIRST = {
     aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default, aten.to.dtype,
     aten.to.device, aten.to.dtype_layout, aten.contiguous.default, aten.clone.default, aten.expand.default,
     aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.nll_loss_nd.default, aten.index.Tensor,
-    aten.alias.default, aten.flatten.using_ints,
+    aten.alias.default, aten.flatten.using_ints, aten.detach.default,
 }  # fmt: skip
 # ops that are linear in all operands together
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.matmul.default}

@@ -26,9 +26,9 @@ from .passes.chunk import ALIGNED
 from .passes.extract import is_random
 from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
+from .passes.schedule.parts import masks_to_test
 from .poison import Operand, Poison, Rows, first_difference
-from .runtime.parts import attribute
-from .runtime.questions import masks_to_test
+from .runtime.common import attribute
 from .runtime.sizes import read_sizes, size_places
 
 aten = torch.ops.aten
@@ -237,7 +237,7 @@ class IndependenceProbe:
     def _for_this_batch(self, mixing: Mixing) -> tuple[Reach, int | None]:
         """The reach of a mixing op in this step, as the runtime takes it.
 
-        See NOTE [rows that see nothing] in `runtime.questions`: with padding it may be FULL.
+        See NOTE [rows that see nothing] in `passes.schedule.parts`: with padding it may be FULL.
         """
         mask = mixing.mask
         uncertain = mask is not None and self.masks.get(mask)

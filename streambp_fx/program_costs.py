@@ -52,6 +52,10 @@ class ProgramCosts:
     def __init__(self, facts: Facts, executor: Executor, known: ProgramCosts | None = None) -> None:
         self.facts, self.executor = facts, executor
         self.plain = _unpadded(executor)
+        self.first_use: dict[Node, int] = {}
+        for segment in reversed(facts.segments):
+            for node in (*segment.rows, *segment.constants, *segment.whole):
+                self.first_use[node] = segment.index
         self.wide = executor.wide
         self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
         self._counted: tuple | None = None
@@ -60,10 +64,10 @@ class ProgramCosts:
             {} if known is None else known._numbers
         )
 
-    def states_of(self, runner: Any) -> list[Node]:
-        if isinstance(runner, Subgraph):
-            return []
-        return [s.node for s in runner.programs.states.values()]
+    def states_of(self, segment: Segment) -> list[Node]:
+        """What later chunks of a segment read of earlier ones; none of one that runs whole."""
+        runner = self.executor.runners[segment.index]
+        return [] if runner is None else [s.node for s in runner.programs.states.values()]
 
     def is_full(self, runner: SegmentRunner) -> bool:
         """True if every step runs the chunks of a segment with FULL reach."""
@@ -133,7 +137,9 @@ class ProgramCosts:
         """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
         key = ("whole", segment.signature, backward)
         if key not in self._programs:
-            step = WholeStep(self.facts, self.executor.runners[segment.index], backward)
+            own = self.executor.parts.segments[segment.index]
+            part = own if isinstance(own, Subgraph) else self.executor.parts.whole_form(segment)
+            step = WholeStep(self.facts, part, backward)
             names = {k: TOKENS if s == self.facts.sequence else s for k, s in step.symbols.items()}
             module, values = step.traced()
             self._programs[key] = program_cost(module, names, values, step.live())
@@ -142,7 +148,7 @@ class ProgramCosts:
     def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
         """Cost of a segment's forward and VJP, or of its forward, over the whole sequence at once: eager."""
         runner = self.executor.runners[segment.index]
-        if isinstance(runner, Subgraph):
+        if runner is None:
             return self.whole_cost(segment, backward)
         key = (id(runner.programs), "at once", backward)
         if key not in self._programs:
@@ -205,5 +211,5 @@ def _names(runner: SegmentRunner, sizes: Mapping[sympy.Symbol, str]) -> dict[sym
 
 def _unpadded(executor: Executor) -> frozenset[Mask]:
     """Masks of which nothing but causality is left where no token is padding."""
-    found = ((m, mask_facts(executor.facts, m)) for m in executor.masks)
+    found = ((m, mask_facts(executor.facts, m)) for m in executor.parts.masks)
     return frozenset(m for m, known in found if known.plain_without_data and not known.has_bias)

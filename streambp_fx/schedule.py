@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 from .checking.result import SelfCheck
 from .cost import StepCost
 from .files import check_writable, write_whole
-from .folding import repeats
 from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.batch import batch_size
 from .passes.capture import source_line
 from .passes.ir import Facts
 from .passes.policy import Policy, groups, rows_from_outside
+from .passes.schedule.repeats import repeats
 from .passes.segment import row_bytes, samples
 from .segments import READS, ScheduledSegment
+from .step_program import ScheduledStep
 from .units import readable, readable_work
 
 NO_BREAK = "\u00a0"
@@ -80,6 +81,17 @@ class Schedule:
     def segments(self) -> list[ScheduledSegment]:
         """The segments in the order in which they run."""
         return [ScheduledSegment(self, s) for s in self.facts.segments]
+
+    @property
+    def program(self) -> ScheduledStep:
+        """The instructions of the step: which segment runs when, on what, and how long its values are held.
+
+        Raises:
+            ValueError: the graph has nothing that is streamed.
+        """
+        if not self.segments:
+            raise ValueError("the graph runs unstreamed: there are no instructions")
+        return ScheduledStep(self.cost.step_program, self.facts)
 
     # ---- cost
 

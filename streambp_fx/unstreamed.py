@@ -86,4 +86,4 @@ def _kept(cost: StepCost, segment: Segment, sizes: Sizes, checkpointing: bool) -
 
 def _states(cost: StepCost, segment: Segment, sizes: Sizes) -> Any:
     """Keys and values, which are inputs of a streamed program and inner values of an eager one."""
-    return sum(cost.bytes_of(s, sizes) for s in cost.states_of(cost.executor.runners[segment.index]))
+    return sum(cost.bytes_of(s, sizes) for s in cost.states_of(segment))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from streambp_fx.folding import repeats
+from streambp_fx.passes.schedule.repeats import repeats
 
 
 @pytest.mark.parametrize(

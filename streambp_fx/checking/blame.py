@@ -14,12 +14,14 @@ from torch.fx import GraphModule, Node
 from ..passes.capture import path, source_line
 from ..passes.chunk import ChunkProgram
 from ..passes.ir import Kind, PassError, Segment, evaluate_size
+from ..passes.schedule.build import overwritten_cotangent
 from ..passes.segment import row_axis
+from ..passes.step.build import Way
 from ..passes.vjp import Columns
 from ..runtime.blocks import Step
+from ..runtime.common import attribute
 from ..runtime.executor import Executor
-from ..runtime.function import StreamedSegment
-from ..runtime.parts import attribute
+from ..runtime.function import Procedures, StreamedSegment
 from ..runtime.questions import Questions
 from ..runtime.streamed import SegmentRunner
 from .runs import differences, run
@@ -56,7 +58,7 @@ def blame(
         return captured
     trial = _Trial(executor, given, sizes)
     for segment, runner in zip(executor.facts.segments, executor.runners, strict=True):
-        if isinstance(runner, SegmentRunner):
+        if runner is not None:
             found = trial.of(segment, runner)
             if found is not None:
                 return found
@@ -133,10 +135,16 @@ class _Trial:
         where = (str(node.target), source_line(node)) if node is not None else (None, None)
         return Blame(words, segment.index, *where)
 
+    def _procedures(self, segment: Segment, runner: SegmentRunner) -> Procedures:
+        over = overwritten_cotangent(self.facts, segment, runner.programs)
+        way = Way(runner.is_full(self.step), overwrites=over)
+        backward = runner.programs.procedure("backward", way) if runner.needs_grad else None
+        return runner.programs.procedure("forward", way), backward
+
     def _differs(self, segment: Segment, runner: SegmentRunner) -> tuple[str, Node | None]:
         """In words, with the node whose value or gradient it is; ("", None) if all is well."""
         order = (*segment.rows, *segment.constants)
-        part = self.executor.whole_form(segment)
+        part = self.executor.parts.whole_form(segment)
         whole = [self.values[n] for n in segment.whole]
         results = []
         for streamed in (False, True):
@@ -145,7 +153,9 @@ class _Trial:
             }
             with torch.enable_grad(), torch._C._DisableAutocast():
                 if streamed:
-                    outputs = StreamedSegment.apply(runner, self.step, whole, False, *leaves.values())
+                    outputs = StreamedSegment.apply(
+                        runner, self.step, whole, self._procedures(segment, runner), *leaves.values()
+                    )
                 else:
                     outputs = part.module(
                         *(leaves.get(n, self.executor.value(n, self.values, self.sizes)) for n in part.inputs)

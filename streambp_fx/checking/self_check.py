@@ -192,13 +192,13 @@ class _Check:
         """
         losses = [k for k in expected.roots if expected.outputs[k].dim() == 0]
         alone = bool(losses) and len(expected.roots) > 1
-        every = self.executor.lazy and LAZY in self.parts and kind is not None and not kind.behind
+        every = self.executor.parts.lazy and LAZY in self.parts and kind is not None and not kind.behind
         if not (alone and every):
             yield self.lazy
         if alone:
             yield frozenset(range(len(expected.outputs))) - {losses[0]}
         if every:
-            yield self.lazy - self.executor.lazy.keys()  # those that are dropped
+            yield self.lazy - self.executor.parts.lazy.keys()  # those that are dropped
 
     # ---- the two runs
 
@@ -376,7 +376,7 @@ class _Check:
         longer = sorted(w for w in windows if w > sizes.rows)
         if longer:
             yield f"windows of {', '.join(map(str, longer))} rows, longer than the short sequence"
-        if self.executor.lazy and LAZY in self.parts and (kind is None or kind.behind):
+        if self.executor.parts.lazy and LAZY in self.parts and (kind is None or kind.behind):
             yield LAZY_LEFT_OUT
         if drawn.ok is None:
             yield f"what dropout draws: {drawn.reason}"

@@ -54,10 +54,9 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
 
 
 def _left_out(options: Options) -> str:
-    """What of the memory policy the text does not do: it keeps all inputs, where they are."""
-    if options.every == 1 and options.offload == "none":
-        return ""
-    return f" Nor does it follow\nthe policy to {options.stored}:\nit keeps what each segment reads."
+    """What of the memory policy the text does not do: what is kept stays where it is."""
+    place = {"none": "", "host": "host memory", "disk": "disk"}[options.offload]
+    return f" Nor does it move to {place}\nwhat is kept for the backward." if place else ""
 
 
 def _section(title: str, texts: list[str]) -> list[str]:
@@ -87,8 +86,8 @@ Inputs are tensors by name; `parameters` (and `buffers`) are dicts by dotted nam
 
 Shapes are given in T, the sequence length, and in the rows of a chunk: rows [start, start + rows), columns
 [low, low + columns), of which `prefix` come before the chunk's own rows. The comment above a line is the
-line of the model that it comes from. The runtime frees a value after its last use, and writes gradients over
-buffers that nobody reads any more; this text does neither.{policy}
+line of the model that it comes from. The runtime also frees values within programs after their last use, and
+writes gradients over buffers that nobody reads any more; this text does not.{policy}
 """
 
 

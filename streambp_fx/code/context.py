@@ -12,11 +12,12 @@ from torch.fx import Graph, Node
 
 from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Kind, Mask, evaluate_size, expression, tensors_of
+from ..passes.ir import Facts, Kind, Mask, Reach, evaluate_size, expression, tensors_of
 from ..passes.mask_data import data_condition, first_column_condition
 from ..passes.printing import Printer
 from ..passes.tracing import trace
 from ..runtime.executor import Executor
+from ..runtime.streamed import SegmentRunner
 from .body import BodyPrinter, function
 from .names import ModelNames, Scope
 
@@ -60,12 +61,12 @@ class Context:
         self.device = _device(self.facts)
         self.printer = Printer(self.symbols, self.device)
         self.globals = Scope(self.symbols.values())
-        self.plain = {m: self._test(m, "is_plain", data_condition) for m in executor.masks}
+        self.plain = {m: self._test(m, "is_plain", data_condition) for m in executor.parts.masks}
         self.open = {
             m: self._test(m, "shows_every_row_a_row", first_column_condition) if additive else Test(True)
-            for m, additive in executor.masks.items()
+            for m, additive in executor.parts.masks.items()
         }
-        for mask in executor.masks:
+        for mask in executor.parts.masks:
             known = mask_facts(self.facts, mask)
             if not known.plain_without_data or known.has_bias:
                 self.plain[mask] = Test(False)
@@ -84,6 +85,11 @@ class Context:
 
     def _input(self, position: int) -> Node:
         return self.executor.placeholders[position]
+
+    def always_full(self, runner: SegmentRunner) -> bool:
+        """True if some row of a segment may read all rows, whatever the data says."""
+        answers = (self.open[m].answer for m in runner.masks if m in self.open)
+        return runner.segment.reach is Reach.FULL or (not runner.segment.chained and False in answers)
 
     def sample(self, expr: sympy.Expr) -> int:
         """A size at the printed sequence length."""

@@ -9,12 +9,12 @@ from torch.fx import Node
 from ..passes.inputs import SIZES, Extent
 from ..passes.ir import Mask, Reach
 from ..passes.printing import Printer, fold
+from ..passes.schedule.build import is_half
 from ..passes.step.build import Way
 from ..passes.step.instructions import Buffer, BufferKind, Procedure, Run
 from ..passes.vjp import Guards
 from ..runtime.blocks import Step
 from ..runtime.common import OwnedBuffers
-from ..runtime.head import is_half
 from ..runtime.streamed import SegmentRunner
 from .body import Body, BodyPrinter, docstring, function
 from .context import Context
@@ -118,7 +118,7 @@ class SegmentCode:
 
     def procedure(self, name: str, full: bool = False) -> Procedure:
         """A part of the segment's step, as it is printed: nothing is written over."""
-        return self.programs.procedure(name, Way(full, half=is_half(self.runner)))
+        return self.programs.procedure(name, Way(full, half=is_half(self.segment)))
 
     def _runs(self, full: bool) -> list[Run]:
         """The calls of programs, in the order in which the programs are printed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,22 @@ from torch.fx import Node
 from ..passes.extract import Subgraph
 from ..passes.ir import Kind, tensors_of
 from ..passes.printing import WIDTH, fold, listed, pack, remark
-from ..runtime.streamed import SegmentRunner
+from ..passes.schedule.build import schedule
+from ..passes.schedule.program import (
+    Again,
+    Call,
+    CallLoss,
+    Differentiate,
+    Drop,
+    Group,
+    RunPart,
+    Seed,
+    StepInstruction,
+    StepProgram,
+    Value,
+    ValueKind,
+)
+from ..passes.schedule.transforms import drop_what_nobody_reads, keep_inputs_of_groups
 from .body import docstring, targets
 from .context import Context, Test
 from .names import Scope
@@ -38,15 +54,23 @@ class StepCode:
         self.keys: dict[Node, str] = {}
         self._name_inputs()
         self.scope.taken.update(self.keys.values())
-        results = [n for k, n in enumerate(self.executor.results) if k not in self.executor.lazy]
+        results = [n for k, n in enumerate(self.executor.results) if k not in self.executor.parts.lazy]
         tensors = [n for n in results if isinstance(n, Node) and n in self.facts.needs_grad and tensors_of(n)]
         self.differentiated = list(dict.fromkeys(tensors))
         scalars = [n for n in self.differentiated if tensors_of(n)[0].dim() == 0]
         self.loss = scalars[0] if len(scalars) == 1 else None
-        self.trained = self._trained()
         self.sweeps: dict[str, Sweeps] = {}
         self.parts: dict[str, Part] = {}
+        self.program = self._program()
         self._prepare()
+
+    def _program(self) -> StepProgram:
+        """The step that is printed: nothing lies elsewhere, and nothing is written over."""
+        parts, runners = self.executor.parts, enumerate(self.executor.runners)
+        full = frozenset(k for k, r in runners if r is not None and self.context.always_full(r))
+        seeds = self.differentiated if self.loss is None else [self.loss]
+        program = schedule(parts, full, seeds=seeds)
+        return drop_what_nobody_reads(keep_inputs_of_groups(program, parts))
 
     # ---- names
 
@@ -84,37 +108,31 @@ class StepCode:
 
     # ---- what there is to print
 
-    def _trained(self) -> set[Node]:
-        """Values that a gradient reaches when the differentiated results are given one."""
-        reached = {self.loss} if self.loss is not None else set(self.differentiated)
-        if any(n in reached for n in self.executor.tail.outputs):
-            reached |= {n for n in self.executor.tail.inputs if n in self.facts.needs_grad}
-        for segment, runner in reversed(list(zip(self.facts.segments, self.executor.runners, strict=True))):
-            if any(n in reached and n in self.facts.needs_grad for n in segment.outputs):
-                inputs = (
-                    runner.inputs if isinstance(runner, Subgraph) else (*segment.rows, *segment.constants)
-                )
-                reached |= {n for n in inputs if n in self.facts.needs_grad}
-        return reached
-
     def _prepare(self) -> None:
         """Print the functions that the step calls."""
-        executor = self.executor
+        executor, segments = self.executor, self.facts.segments
         alike: dict[str, list[int]] = {}
-        for segment in self.facts.segments:
+        for segment in segments:
             alike.setdefault(segment.signature, []).append(segment.index)
-        self.tail = Part(self.context, executor.tail, "epilogue", "What is made of the last segment's rows.")
-        last = len(self.facts.segments) - 1
-        for segment, runner in zip(self.facts.segments, executor.runners, strict=True):
-            numbers, label = _numbers(alike[segment.signature]), f"segment_{segment.index}"
-            trained = any(n in self.trained for n in segment.outputs)
-            if isinstance(runner, Subgraph):
-                note = f"Segment {segment.index}, which runs whole{_reason(segment)}."
-                self.parts[str(segment.index)] = Part(self.context, runner, label, note)
-            elif segment.signature not in self.sweeps:
-                one_sweep = self.one_sweep and segment.index == last
-                code = SegmentCode(self.context, runner, label, one_sweep, trained)
-                self.sweeps[segment.signature] = Sweeps(code, numbers)
+        self.tail = Part(
+            self.context, executor.parts.epilogue, "epilogue", "What is made of the last segment's rows."
+        )
+        trained = {
+            segments[c.segment].signature for c in self.program.calls() if c.procedure_name != "forward"
+        }
+        for instruction in self.program.instructions():
+            if isinstance(instruction, RunPart) and instruction.segment is not None:
+                index = instruction.segment
+                note = f"Segment {index}, which runs whole{_reason(segments[index])}."
+                self.parts[str(index)] = Part(self.context, instruction.part, f"segment_{index}", note)
+            elif isinstance(instruction, Call):
+                segment, runner = segments[instruction.segment], executor.runners[instruction.segment]
+                signature = segment.signature
+                if signature not in self.sweeps:
+                    one_sweep, label = isinstance(instruction, CallLoss), f"segment_{segment.index}"
+                    assert runner is not None
+                    code = SegmentCode(self.context, runner, label, one_sweep, signature in trained)
+                    self.sweeps[signature] = Sweeps(code, _numbers(alike[signature]))
         whole = Subgraph(self.facts, self._whole_read(), set())
         self.whole = Part(self.context, whole, "whole_values", "Values that no gradient reaches.")
 
@@ -125,7 +143,7 @@ class StepCode:
         for segment in self.facts.segments:
             if segment.signature in self.sweeps:
                 read.update(self._whole_of(segment))
-        return [n for n in self.executor.whole.outputs if n in read]
+        return [n for n in self.executor.parts.whole.outputs if n in read]
 
     def _whole_of(self, segment: Any) -> list[Node]:
         """What a segment's sweeps take of its whole values."""
@@ -137,34 +155,25 @@ class StepCode:
         tests = [*self.context.plain.values(), *self.context.open.values()]
         return [t for t in tests if t.text]
 
-    @property
-    def one_sweep(self) -> bool:
-        position = self.executor.one_sweep
-        return position is not None and self.executor.tail.outputs[position] is self.loss
-
     # ---- the step
 
     def text(self) -> str:
         """The function `step`."""
         self._sizes()
-        self._call_part(self.whole)
+        self._print(self.program.prologue)
         self._ask_tests()
-        last = len(self.facts.segments) - 1
-        for segment, runner in zip(self.facts.segments, self.executor.runners, strict=True):
-            self.lines.append("")
-            if self.one_sweep and segment.index == last:
-                self._one_sweep(segment, runner)
-            else:
-                self._forward(segment, runner)
-        if not self.one_sweep:
-            self._epilogue()
-        for segment, runner in reversed(list(zip(self.facts.segments, self.executor.runners, strict=True))):
-            if not (self.one_sweep and segment.index == last):
-                self._backward(segment, runner)
+        self._print(self.program.forward)
+        self._print(self.program.backward)
         self._finish()
         body = [line if not line or line.startswith("    ") else f"    {line}" for line in self.lines]
         head = fold(0, "def step(", self.parameters(), "):")
         return "\n".join(["@torch.no_grad()", *head, *docstring(self._document()), *body])
+
+    def _print(self, body: Iterable[StepInstruction]) -> None:
+        for instruction in body:
+            line = PRINT.get(type(instruction))
+            if line is not None:
+                line(self, instruction)
 
     def parameters(self) -> list[str]:
         """What the step takes."""
@@ -220,6 +229,18 @@ class StepCode:
 
     # ---- forward
 
+    def _run_part(self, instruction: RunPart) -> None:
+        if instruction.name == "whole values":
+            self._call_part(self.whole)
+        elif instruction.segment is None:
+            self.lines.append("")
+            self._call_part(self.tail)
+        else:
+            self.lines.append("")
+            if instruction.part.random:
+                self.lines.append(f"random_state_{instruction.segment} = torch.get_rng_state()")
+            self._call_part(self.parts[str(instruction.segment)])
+
     def _constants(self, segment: Any) -> str:
         """The constants of a segment as items of a call: from a table where all are parameters."""
         if segment.constants and all(n in self.facts.parameters for n in segment.constants):
@@ -246,13 +267,17 @@ class StepCode:
         tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
         return f"({sweeps.name(what)} if {' and '.join(tests)} else {sweeps.name(what, True)})"
 
-    def _forward(self, segment: Any, runner: Any) -> None:
-        if not isinstance(runner, SegmentRunner):
-            part = self.parts[str(segment.index)]
-            if runner.random:
-                self.lines.append(f"random_state_{segment.index} = torch.get_rng_state()")
-            self._call_part(part)
-            return
+    def _call(self, instruction: Call) -> None:
+        segment = self.facts.segments[instruction.segment]
+        if instruction.procedure_name == "scaling":  # which the loss has done
+            self._accumulate(instruction.results, segment)
+        elif instruction.procedure_name == "backward":
+            self._backward(segment, instruction)
+        else:
+            self._forward(segment)
+
+    def _forward(self, segment: Any) -> None:
+        self.lines.append("")
         sweeps = self.sweeps[segment.signature]
         self._refuse_all_rows(segment, sweeps)
         results = [self._value(n) for n in segment.outputs] + self._kept(segment, sweeps)
@@ -270,48 +295,74 @@ class StepCode:
             words = f"a row attends to nothing: segment {segment.index} runs whole then, which is not printed"
             self.lines.append(f'        raise NotImplementedError("{words}")')
 
-    def _one_sweep(self, segment: Any, runner: SegmentRunner) -> None:
+    def _call_loss(self, instruction: CallLoss) -> None:
         """The head with its epilogue: loss and gradients come together."""
+        segment, position = self.facts.segments[instruction.segment], instruction.position
         sweeps, part = self.sweeps[segment.signature], self.tail
         rows = self._value(segment.outputs[0])
-        position = self.executor.one_sweep
-        assert position is not None
+        self.lines.append("")
         inner = ["rows" if n is segment.outputs[0] else self._value(n) for n in part.values] + part.sizes
         self.lines += fold(4, "loss_of = lambda rows: epilogue(", inner, f")[{position} : {position + 1}]")
         arguments = [*self._arguments(segment, sweeps.code), "loss_of"]
         self.lines += fold(4, f"{rows}, *found = {sweeps.name('loss')}(", arguments, ")")
         self._call_part(part)
-        self.lines += ["", "    gradients = {}"]
-        self._accumulate([*runner.diff_rows, *runner.diff_constants], segment)
+
+    def _group(self, instruction: Group) -> None:
+        self._print(instruction.body)
+
+    def _again(self, instruction: Again) -> None:
+        self.lines += ["", "    # what was not kept is made again"]
+        self._print(instruction.body)
+
+    def _drop(self, instruction: Drop) -> None:
+        """Values that nobody reads any more."""
+        found = []
+        for value in instruction.inputs:
+            node = value.node
+            if value.kind is ValueKind.KEPT and value.segment is not None:
+                segment = self.facts.segments[value.segment]
+                found += self._kept(segment, self.sweeps[segment.signature])
+            elif value.kind is ValueKind.CAPTURED and self.names.get(node, "").isidentifier():
+                found.append(self.names[node])
+        if found:
+            self.lines += fold(4, "del ", found, "")
 
     # ---- backward
 
-    def _epilogue(self) -> None:
-        self.lines.append("")
-        self._call_part(self.tail)
+    def _seed(self, instruction: Seed) -> None:
+        """Gradients of results; those of the epilogue's are taken where it is differentiated."""
         self.lines += ["", "    gradients = {}"]
-        cotangents, inside = {}, set(self.executor.tail.outputs)
-        for k, node in enumerate([self.loss] if self.loss is not None else self.differentiated):
-            given = f"torch.ones_like({self._value(node)})" if self.loss is not None else f"cotangents[{k}]"
-            if node in inside:
-                cotangents[node] = given
-            else:
-                self.lines.append(f"accumulate(gradients, [{self._value(node)!r}], [{given}])")
-        if cotangents:
-            found = [cotangents.get(n, "None") for n in self.executor.tail.outputs]
-            self._pull_back(self.tail, "epilogue", found, None)
+        inside = set(self.executor.parts.epilogue.outputs)
+        for value in instruction.results:
+            if value.node not in inside:
+                name = self._value(value.node)
+                self.lines.append(f"accumulate(gradients, [{name!r}], [{self._cotangent(value)}])")
 
-    def _pull_back(self, part: Part, name: str, cotangents: list[str], random: str | None) -> None:
+    def _cotangent(self, value: Value) -> str:
+        if self.loss is not None:
+            return f"torch.ones_like({self._value(value.node)})"
+        return f"cotangents[{self.differentiated.index(value.node)}]"
+
+    def _differentiate(self, instruction: Differentiate) -> None:
         """Differentiate what runs whole, by autograd."""
-        wanted = [k for k, n in enumerate(part.values) if n in self.facts.needs_grad]
-        if not wanted:
-            return
-        items = [name, *listed(self._part_arguments(part)), str(wanted), *listed(cotangents)]
-        items += [random] if random else []
+        given = {v.node: v for v in instruction.inputs if v.kind is ValueKind.GRADIENT}
+        part, random = self.tail, []
+        if instruction.segment is not None:
+            part = self.parts[str(instruction.segment)]
+            random = [f"random_state_{instruction.segment}"] if instruction.part.random else []
+            self.lines.append("")
+        take = self._popped if instruction.segment is not None else self._cotangent
+        cotangents = [take(given[n]) if n in given else "None" for n in instruction.part.outputs]
+        wanted = [part.values.index(v.node) for v in instruction.results]
+        items = [part.name, *listed(self._part_arguments(part)), str(wanted), *listed(cotangents), *random]
         self.lines += fold(4, "found = differentiate(", items, ")")
-        self._accumulate([part.values[k] for k in wanted], None)
+        self._accumulate(instruction.results, None)
 
-    def _accumulate(self, nodes: list[Node], segment: Any) -> None:
+    def _popped(self, value: Value) -> str:
+        return f'gradients.pop("{self.keys[value.node]}", None)'
+
+    def _accumulate(self, values: Sequence[Value], segment: Any) -> None:
+        nodes = [v.node for v in values]
         names = [f'"{self.keys[n]}"' for n in nodes]
         constants = [] if segment is None else segment.constants
         ours = all(n in self.facts.parameters for n in constants)
@@ -319,28 +370,16 @@ class StepCode:
             names = [*names[: -len(constants)], f"*SEGMENT_{segment.index}"]
         self.lines += fold(4, "accumulate(", ["gradients", *listed(names), "found"], ")")
 
-    def _backward(self, segment: Any, runner: Any) -> None:
-        wanted = [n for n in segment.outputs if n in self.trained and n in self.facts.needs_grad]
-        if not wanted:
-            return
+    def _backward(self, segment: Any, instruction: Call) -> None:
         self.lines.append("")
-        gradients = {n: f'gradients.pop("{self.keys[n]}", None)' for n in wanted}
-        if not isinstance(runner, SegmentRunner):
-            part = self.parts[str(segment.index)]
-            random = f"random_state_{segment.index}" if runner.random else None
-            cotangents = [gradients.get(n, "None") for n in segment.outputs]
-            self._pull_back(part, part.name, cotangents, random)
-            return
         sweeps = self.sweeps[segment.signature]
-        if not (runner.diff_rows or runner.diff_constants):
-            return
-        cotangents = [gradients.get(n, "None") for n in runner.diff_outputs]
+        cotangents = [self._popped(v) for v in instruction.inputs if v.kind is ValueKind.GRADIENT]
         arguments = [*cotangents, *self._kept(segment, sweeps), *self._arguments(segment, sweeps.code)]
         self.lines += fold(4, f"found = {self._function(sweeps, 'backward')}(", arguments, ")")
-        self._accumulate([*runner.diff_rows, *runner.diff_constants], segment)
+        self._accumulate(instruction.results, segment)
 
     def _finish(self) -> None:
-        lazy = set(self.executor.lazy)
+        lazy = set(self.executor.parts.lazy)
         results = [
             "None" if k in lazy else self._value(n) if isinstance(n, Node) else repr(n)
             for k, n in enumerate(self.facts.outputs)
@@ -361,6 +400,18 @@ class StepCode:
             self.lines.append(f"return {self._value(self.loss)}, gradients")
         else:
             self.lines.append(f"return ({', '.join(results)},), gradients")
+
+
+PRINT: Mapping[type, Callable[[StepCode, Any], None]] = {
+    RunPart: StepCode._run_part,
+    Call: StepCode._call,
+    CallLoss: StepCode._call_loss,
+    Group: StepCode._group,
+    Again: StepCode._again,
+    Drop: StepCode._drop,
+    Seed: StepCode._seed,
+    Differentiate: StepCode._differentiate,
+}
 
 
 def _numbers(indices: list[int]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ..passes.ir import Axis, shape_of, tensors_of
 from ..passes.printing import fold
+from ..passes.schedule.build import is_half
 from ..passes.step.instructions import (
     BY_COLUMNS,
     BY_ROWS,
@@ -23,7 +24,6 @@ from ..passes.step.instructions import (
     Scale,
     WriteRows,
 )
-from ..runtime.head import is_half
 from .body import docstring, returned, targets
 from .programs import SegmentCode
 
@@ -85,7 +85,7 @@ class Sweeps:
                 lines.append(f"    del {self.code.names[instruction.buffer]}")
             elif isinstance(instruction, Normalize):
                 lines += self._normalize(self.code.names[instruction.buffer])
-            elif isinstance(instruction, Scale) and is_half(self.runner):
+            elif isinstance(instruction, Scale) and is_half(self.segment):
                 lines.append(f"    {self.code.names[instruction.buffer]}.mul_(unit)")
             elif isinstance(instruction, Round):
                 lines += self._round(instruction.buffer)

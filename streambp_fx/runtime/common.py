@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CompileError
 from ..passes.capture import source_line
-from ..passes.ir import PassError
+from ..passes.ir import Facts, PassError
 
 REPORT = "Please report this, with this text and the code of the model."
 FALL_BACK = (
@@ -60,6 +62,14 @@ def as_it_is(tensor: Tensor) -> Tensor:
     """
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
     return tensor.detach() if plain and tensor.is_leaf else tensor
+
+
+def attribute(facts: Facts, node: Node) -> Any:
+    """The value of a `get_attr` node."""
+    value: Any = facts.module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
 
 
 def split_rows(total: int, chunk: int) -> list[tuple[int, int]]:

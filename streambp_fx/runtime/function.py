@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..passes.step.instructions import Buffer, BufferKind
+from ..passes.step.instructions import Buffer, BufferKind, Procedure
 from .blocks import Step
 from .common import as_it_is, refuse_other_backwards
 from .interpreter import Frame, prepare, run
 from .streamed import SegmentRunner
+
+Procedures = tuple[Procedure | None, Procedure | None]
 
 
 class StreamedSegment(torch.autograd.Function):
@@ -21,23 +23,29 @@ class StreamedSegment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], unread: bool, *tensors: Tensor
+        ctx: Any,
+        runner: SegmentRunner,
+        step: Step,
+        whole: list[Tensor],
+        procedures: Procedures,
+        *tensors: Tensor,
     ) -> tuple:
         """
         Args:
-            unread: a second forward for the sake of what is saved; the outputs need not hold anything.
+            procedures: forward and backward. Without a forward it is run for the sake of what is saved, and
+                the outputs need not hold anything; without a backward no gradient comes to them.
         """
-        frame, way = frame_of(runner, step, tensors, whole), runner.way(step)
-        if unread:
+        frame, (forward, backward) = frame_of(runner, step, tensors, whole), procedures
+        if forward is None:
             outputs = tuple(runner.unwritten(n, step, tensors[0]) for n in runner.segment.outputs)
         else:
-            outputs = tuple(run(runner.programs.procedure("forward", way), frame))
-        ctx.runner, ctx.step, ctx.way = runner, step, way
+            outputs = tuple(run(forward, frame))
+        ctx.runner, ctx.step, ctx.procedure = runner, step, backward
         ctx.inputs, ctx.whole, ctx.chunks = len(tensors), len(whole), len(frame.kept)
         read = (as_it_is(t) for t in (*tensors, *whole))
         ctx.save_for_backward(*read, *itertools.chain(*frame.kept))
-        if runner.needs_grad:  # what is wrong with the backward is said in the forward: nothing is half done
-            prepare(runner.programs.procedure("backward", way), frame)
+        if backward is not None:  # what is wrong with it is said in the forward: nothing is half done
+            prepare(backward, frame)
         ctx.set_materialize_grads(False)
         frozen = [
             o
@@ -72,7 +80,7 @@ class StreamedSegment(torch.autograd.Function):
         if kept:
             each = len(kept) // ctx.chunks
             frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
-        procedure = runner.programs.procedure("backward", ctx.way)
+        procedure = ctx.procedure
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
         found = dict(zip(own, made, strict=True))

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from ..passes.inputs import Extent
-from ..passes.ir import tensors_of
-from ..passes.step.instructions import BufferKind, Over
+from ..passes.step.instructions import BufferKind, Over, Procedure
 from .blocks import Block, Step, by_chunk, runs
 from .common import refuse_other_backwards
 from .function import frame_of
@@ -32,7 +30,6 @@ class Sweep:
         epilogue: what is made of the head's rows.
         position: of the loss among what the epilogue returns.
         coefficients: of the loss, in the rows: its derivative, the same wherever it is taken.
-        last: streamed inputs that nobody reads after this; their gradient is written over them.
         chunks: how many there are.
         unread: (B,) or (1,), int64: the rows of each sample (all as one, where they are not known to be
             independent) that count, see NOTE [samples that have ended]; None if all do.
@@ -43,7 +40,6 @@ class Sweep:
     epilogue: Callable[[Tensor], tuple]
     position: int
     coefficients: Tensor
-    last: frozenset[Node]
     chunks: int = 0
     unread: Tensor | None = None
     counted: list[list[bool]] | None = None
@@ -70,7 +66,6 @@ def sweep_of(
     step: Step,
     epilogue: Callable[[Tensor], tuple],
     position: int,
-    last: frozenset[Node],
     like: Tensor,
     questions: Questions,
 ) -> Sweep:
@@ -83,7 +78,7 @@ def sweep_of(
     node = runner.segment.outputs[0]
     rows = runner.allocate(node, step, like, zero=True)
     coefficients, alone = _coefficients(epilogue, rows, position)
-    sweep, chunks = Sweep(epilogue, position, coefficients, last), len(runner.extents(step))
+    sweep, chunks = Sweep(epilogue, position, coefficients), len(runner.extents(step))
     if alone and chunks:
         flags, lengths = runner.counts(coefficients, step)
         more = max(1, runner.segment.removed)  # those of the sequence that the head has not may come first
@@ -104,18 +99,28 @@ class OneSweepHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], sweep: Sweep, *tensors: Tensor
+        ctx: Any,
+        runner: SegmentRunner,
+        step: Step,
+        whole: list[Tensor],
+        sweep: Sweep,
+        procedures: tuple[Procedure, Procedure],
+        *tensors: Tensor,
     ) -> tuple:
+        """
+        Args:
+            procedures: "loss" and "scaling".
+        """
         frame = frame_of(runner, step, tensors, whole)
         extents = runner.extents(step)
         frame.blocks = lambda over: sweep.blocks(extents, over is not Over.NOT_COUNTED)
         (cotangent,) = runner.programs.buffers(BufferKind.COTANGENT)
         frame.tensors[cotangent] = sweep.coefficients.contiguous()
-        way = runner.way(step, sweep.last, is_half(runner))
-        output, *made = run(runner.programs.procedure("loss", way), frame)
+        loss, ctx.procedure = procedures
+        output, *made = run(loss, frame)
         with torch.no_grad():
             outputs = tuple(sweep.epilogue(output))
-        ctx.procedure, ctx.position = runner.programs.procedure("scaling", way), sweep.position
+        ctx.position = sweep.position
         finished = dict(zip(ctx.procedure.parameters, made, strict=True))
         ctx.frame = Frame(runner, step, finished, (made or [output])[0], lambda over: [], unit=frame.unit)
         ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != sweep.position))
@@ -136,13 +141,7 @@ class OneSweepHead(torch.autograd.Function):
         for node in runner.diff_rows:
             frame.step.owned.add(found[node])
         inputs = (*runner.segment.rows, *runner.segment.constants)
-        return (None,) * 4 + tuple(found.get(n) for n in inputs)
-
-
-def is_half(runner: SegmentRunner) -> bool:
-    """True if float16 occurs between the loss and the head's input."""
-    nodes = (*runner.segment.rows, *runner.segment.nodes)
-    return any(t.dtype == torch.float16 for n in nodes for t in tensors_of(n))
+        return (None,) * 5 + tuple(found.get(n) for n in inputs)
 
 
 def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> tuple[Tensor, bool]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ..passes.inputs import SPECIAL
 from ..passes.ir import Mask
 from ..passes.policy import Policy
+from ..passes.schedule.program import CallLoss
 from .blocks import Block, Step
 from .head import Sweep
 from .streamed import SegmentRunner
@@ -96,18 +97,19 @@ def step_kind(executor: Executor, step: Step, sweep: Sweep | None) -> StepKind:
     """The kind of a step that is prepared."""
     seen: dict[int, int] = {}
     programs: set[Hashable] = set()
-    for runner in executor.runners:
-        if not isinstance(runner, SegmentRunner) or id(runner.programs) in seen:
+    for call in executor.program_of(step).calls():
+        runner = executor.runners[call.segment]
+        if runner is None or id(runner.programs) in seen:
             continue
         number = seen[id(runner.programs)] = len(seen)
         extents = runner.extents(step)
-        is_head = sweep is not None and runner is executor.runners[-1]
-        blocks = sweep.blocks(extents) if is_head and sweep is not None else runner.blocks(step)
+        is_loss = isinstance(call, CallLoss) and sweep is not None
+        blocks = sweep.blocks(extents) if is_loss and sweep is not None else runner.blocks(step)
         programs.update((number, *_trace(runner, b, step)) for b in blocks)
         if len({b.extent.start for b in blocks}) < len(extents):
             programs.add((number, "a chunk is not run"))
     left_out, behind = step.needed is not None, step.limits is not None
-    masked = not executor.masks.keys() <= step.plain
+    masked = not executor.parts.masks.keys() <= step.plain
     how = (executor.policy, step.plain, step.full, left_out, behind, frozenset(programs), masked)
     return StepKind(*how, step.chunk, step.loss_chunk)
 

@@ -2,8 +2,8 @@
 
 A store is a pair of hooks on what autograd saves (`torch.autograd.graph.saved_tensors_hooks`), so a tensor is
 given up and comes back when autograd would have kept and used it, and is gone when autograd drops it.
-Transfers run beside the computation. At most the tensors of two segments are on their way at once: writing
-waits for the segment before the last, and reading begins one segment ahead.
+Transfers run beside the computation. When the step waits for them is said by its instructions, see
+`passes.schedule.transforms.move_what_is_kept`; reading begins one segment ahead.
 """
 
 from __future__ import annotations
@@ -53,13 +53,8 @@ class Store(ABC):
         self.groups: list[list[weakref.ref[Stored]]] = []
 
     def begin(self) -> None:
-        """The next segment begins; waits until what the one before the last saved has left."""
+        """The next segment begins that keeps something."""
         self.groups.append([])
-        self.settle(len(self.groups) - 3)
-
-    def finish(self) -> None:
-        """The loss head begins, where memory is scarcest: waits until all has left."""
-        self.settle(len(self.groups))
 
     def pack(self, tensor: Tensor) -> Tensor | Stored:
         """What autograd keeps for a tensor."""

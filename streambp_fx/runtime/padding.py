@@ -17,7 +17,7 @@ from ..passes.ir import tensors_of
 from .blocks import Step, needed
 from .head import Sweep
 from .lazy import Anew
-from .streamed import SegmentRunner
+from .step_interpreter import run_step
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -37,6 +37,7 @@ class Padding:
 
     def __init__(self, executor: Executor) -> None:
         self.executor, self.facts = executor, executor.facts
+        self.parts = executor.parts
         self.runners = list(zip(executor.facts.segments, executor.runners, strict=True))
 
     @cached_property
@@ -46,28 +47,28 @@ class Padding:
         Nothing but the loss may read what the segments make, as it is not made of all rows then. (Lazy
         outputs are completed when they are read.)
         """
-        if self.executor.one_sweep is None:
+        if self.parts.one_sweep is None:
             return "the loss does not take one sweep"
         made = {n for s in self.facts.segments for n in s.outputs}
         if any(n in made for n in self.executor.results):
             return "a value by rows is an output"
         streamed: set[Node] = set()
-        for segment, runner in self.runners:
-            if not isinstance(runner, Subgraph):
+        for segment, own in zip(self.facts.segments, self.parts.segments, strict=True):
+            if not isinstance(own, Subgraph):
                 streamed.update(segment.outputs)
-            elif any(n in streamed for n in runner.inputs):
+            elif any(n in streamed for n in own.inputs):
                 return f"segment {segment.index} runs whole"
         return None
 
     @cached_property
     def samples_together(self) -> str | None:
         """Why all samples are run as far as the longest; None if each can end where it does."""
-        return "the model draws random numbers" if self.executor.random else self.unproved
+        return "the model draws random numbers" if self.parts.random else self.unproved
 
     @cached_property
     def unproved(self) -> str | None:
         """Why the samples are not known to be independent; None if they are."""
-        streamed = ((s, r) for s, r in self.runners if isinstance(r, SegmentRunner))
+        streamed = ((s, r) for s, r in self.runners if r is not None)
         return next(
             (f"segment {s.index}: {r.samples}" for s, r in streamed if isinstance(r.samples, str)), None
         )
@@ -81,10 +82,11 @@ class Padding:
         if sweep.counted is None or sweep.limits is None or self.runs_to_the_end is not None:
             return
         complete, (head, runner) = dataclasses.replace(step), self.runners[-1]
+        assert runner is not None
         ends = needed(sweep.counted, sweep.limits, runner.extents(step), head.removed)
         if plain > step.plain and self._may_differ(step, ends is not None):
             step.plain, step.full = step.plain | plain, step.full - plain
-        full = any(isinstance(r, SegmentRunner) and r.is_full(step) for _, r in self.runners)
+        full = any(r is not None and r.is_full(step) for _, r in self.runners)
         if ends is not None and not full:
             step.needed = (max(ends),) if self.samples_together else ends
         if step.needed is not None or step.plain != complete.plain:
@@ -92,7 +94,7 @@ class Padding:
 
     def _may_differ(self, step: Step, leaves_out: bool) -> bool:
         """True if rows that do not count may hold anything, see NOTE [masks where it counts]."""
-        if self.executor.lazy and (self.executor.random or not leaves_out):
+        if self.parts.lazy and (self.parts.random or not leaves_out):
             return False
         return self.executor.sequences(step.sizes) == 1 or self.unproved is None
 
@@ -110,12 +112,13 @@ class Padding:
         with torch.no_grad(), torch._C._DisableAutocast():
             values, sizes = executor.begin(inputs)
             again = dataclasses.replace(step, training=False)
-            for segment in self.facts.segments:
+            program = executor.program_of(again)
+            frame = executor.frame(values, sizes, again, program)
+            for instruction in program.forward:
                 if all(n in values or not tensors_of(n) for n in part.inputs):
                     break
-                executor.run_segment(segment, values, sizes, again)
-                executor.forget(segment, values)
-            return [executor.value(n, values, sizes) for n in part.inputs]
+                run_step([instruction], frame)
+            return [frame.value(n) for n in part.inputs]
 
     def _check(self, part: Subgraph, step: Step, gradients: Sequence[Tensor | None]) -> None:
         """Raise if a gradient comes to rows that do not count."""
@@ -123,7 +126,7 @@ class Padding:
         makers = {n: r for s, r in self.runners for n in s.outputs}
         for node, gradient in zip(part.inputs, gradients, strict=True):
             runner = makers.get(node)
-            if gradient is None or not isinstance(runner, SegmentRunner):
+            if gradient is None or runner is None:
                 continue
             if any(rows.any() for rows in runner.rows_behind(step.limits, node, gradient, step)):
                 raise RuntimeError(LEFT_OUT)

@@ -11,9 +11,7 @@ from torch.fx import Node
 
 from ..passes import masks
 from ..passes.footprints import mask_facts
-from ..passes.ir import Facts, Mask, Reach, tensors_of
-
-aten = torch.ops.aten
+from ..passes.ir import Facts, Mask, tensors_of
 
 
 class Questions:
@@ -56,7 +54,7 @@ class MaskQuestions:
 
     Args:
         facts: of the graph.
-        found: see `masks_to_test`.
+        found: see `passes.schedule.parts.masks_to_test`.
     """
 
     def __init__(self, facts: Facts, found: dict[Mask, bool]) -> None:
@@ -103,20 +101,3 @@ class MaskQuestions:
 
 def _fake_value(node: Node) -> Tensor:
     return tensors_of(node)[0]
-
-
-def masks_to_test(facts: Facts) -> dict[Mask, bool]:
-    """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
-
-    NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly
-    to the *whole* sequence, later rows included. Such a step is run with FULL reach.
-    """
-    found: dict[Mask, bool] = {}
-    for segment in facts.segments:
-        for mixing in segment.mixings:
-            if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
-                continue
-            boolean = all(tensors_of(n)[0].dtype == torch.bool for n in mixing.mask.nodes)
-            exact = boolean and mixing.node.target is aten.scaled_dot_product_attention.default
-            found[mixing.mask] = found.get(mixing.mask, False) or not exact
-    return found

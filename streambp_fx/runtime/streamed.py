@@ -17,7 +17,6 @@ from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
 from ..passes.segment import row_axis
-from ..passes.step.build import Way
 from ..passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from ..passes.vjp import SegmentPrograms
 from .blocks import Block, Part, Step, counts
@@ -155,23 +154,6 @@ class SegmentRunner:
 
     # ---- programs
 
-    def way(self, step: Step, overwrites: Iterable[Node] = (), half: bool = False) -> Way:
-        """How the instructions run in a step; `overwrites` as below."""
-        left_out = step.needed is not None
-        return Way(self.is_full(step), left_out, step.training, self.overwrites(overwrites), half)
-
-    def overwrites(self, rows: Iterable[Node] = ()) -> frozenset[Buffer]:
-        """Buffers over which gradients of streamed inputs may be written.
-
-        Args:
-            rows: such streamed inputs, in a loss.
-        """
-        own = dict(zip(self.segment.rows, self.model.rows, strict=True))
-        found = {Buffer(BufferKind.ROWS, own[n]) for n in rows}
-        if self.can_overwrite():
-            found.add(Buffer(BufferKind.COTANGENT, self.programs.diff_outputs[0]))
-        return frozenset(found)
-
     def call(
         self, kind: str, block: Block, step: Step, index: int, frame: Frame, inputs: Iterable[Buffer]
     ) -> list[Any]:
@@ -244,13 +226,3 @@ class SegmentRunner:
         found = row_axis(self.facts, node)
         assert found is not None
         return found
-
-    def can_overwrite(self) -> bool:
-        """True if the gradient of the one streamed input has the form of that of the one output."""
-        if len(self.diff_rows) != 1 or len(self.diff_outputs) != 1:
-            return False
-        row, output = self.diff_rows[0], self.diff_outputs[0]
-        if output in self.facts.outputs:
-            return False  # somebody may hold its gradient
-        same = tensors_of(row)[0].dtype == tensors_of(output)[0].dtype
-        return same and shape_of(row) == shape_of(output) and self.axis(row) == self.axis(output)

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from e2e_check import assert_close_grads, check_exact, step, transform
 from e2e_models import LOSS_CHUNK, VOCAB, build, plain, sample
+from streambp_fx.passes.schedule import parts
 from torch import Tensor, nn
 
 import streambp_fx
-from streambp_fx.runtime import executor, streamed
+from streambp_fx.runtime import streamed
 from streambp_fx.runtime.common import split_rows
 
 
@@ -76,8 +77,8 @@ WAYS = [*(("llama", o) for o in OBJECTIVES), ("gemma2", "mean"), ("gemma2", "pre
 @pytest.mark.parametrize(("family", "objective"), sample(WAYS, *(("llama", o) for o in OFTEN)))
 def test_objectives_are_exact(family: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeps: list[int | None] = []
-    decide = executor.one_sweep
-    monkeypatch.setattr(executor, "one_sweep", lambda *a: sweeps.append(decide(*a)) or sweeps[-1])
+    decide = parts.one_sweep
+    monkeypatch.setattr(parts, "one_sweep", lambda *a: sweeps.append(decide(*a)) or sweeps[-1])
     check_exact(
         functools.partial(WithObjective, family, objective), {"T=67": plain(2, 67), "T=33": plain(2, 33)}
     )

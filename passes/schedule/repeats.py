@@ -1,4 +1,4 @@
-"""Repetitions in a list of segments, so that a schedule shows each pattern once."""
+"""Repetitions in a list, so that each pattern is shown once."""
 
 from __future__ import annotations
 

@@ -1,0 +1,10 @@
+"""The training step as data.
+
+parts        what it is made of: chunk programs of segments, and what runs in ordinary PyTorch
+program      its instructions, and the values that they read and make
+build        the step as its segments come
+transforms   from step to step: memory policy, offloading, rows left out, when values are dropped, loops
+checker      proves of a step that nothing is read before it is made, and so on
+text         a step for people to read, and as JSON
+repeats      repetitions in a list
+"""

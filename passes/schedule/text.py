@@ -1,0 +1,247 @@
+"""text: a step program for people, and for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.fx import Node
+
+from ..step.text import text, to_json
+from .program import (
+    DEVICE,
+    Add,
+    Again,
+    Call,
+    CallLoss,
+    Defer,
+    Differentiate,
+    Drop,
+    Fetch,
+    Group,
+    HandOver,
+    Layers,
+    Leave,
+    Linearize,
+    Return,
+    RunPart,
+    Seed,
+    StepInstruction,
+    StepProgram,
+    Value,
+    ValueKind,
+    Zeros,
+)
+
+GRADIENTS = (ValueKind.GRADIENT, ValueKind.UNSCALED)
+#: Values that are named in a line; of more the rest is counted.
+NAMED = 6
+
+
+class Naming:
+    """What values are called in a text.
+
+    Args:
+        program: what is given by the caller is left out where it is read.
+        names: of nodes, where they are called otherwise than in the captured graph: parameters by their path.
+    """
+
+    def __init__(self, program: StepProgram | None = None, names: Mapping[Node, str] | None = None) -> None:
+        self.given = frozenset(() if program is None else program.given)
+        self.nodes = frozenset(v.node for v in self.given)
+        self.names = {} if names is None else names
+
+    def of(self, value: Value) -> str:
+        """The name of one value."""
+        name = value.name
+        if value.node is not None and value.node in self.names:
+            name = name.replace(value.node.name, self.names[value.node], 1)
+        return name
+
+    def made(self, values: Iterable[Value]) -> str:
+        """Names, in a row; of many the rest is counted, and gradients of what is given are."""
+        found = list(values)
+        counted = [v for v in found if v.kind in GRADIENTS and v.node in self.nodes]
+        if len(counted) <= 2:
+            return self._row([self.of(v) for v in found])
+        names = [self.of(v) for v in found if v not in counted]
+        return self._row([*names, f"{len(counted)} gradients of parameters"])
+
+    def read(self, values: Iterable[Value]) -> str:
+        """The same, without what is given."""
+        return self.made(v for v in values if v not in self.given)
+
+    def _row(self, names: list[str]) -> str:
+        if len(names) <= NAMED:
+            return ", ".join(names)
+        return ", ".join([*names[: NAMED - 1], f"{len(names) - NAMED + 1} more"])
+
+
+def step_text(program: StepProgram, names: Mapping[Node, str] | None = None, procedures: bool = True) -> str:
+    """The instructions of a step, one a line, then the procedures that it calls, each once.
+
+    What is given (parameters, tokens) is left out where it is read. Of a loop over layers the first round is
+    shown.
+
+    Args:
+        names: see `Naming`.
+        procedures: False for the step alone.
+    """
+    naming, lines = Naming(program, names), []
+    for name in ("prologue", "forward", "backward"):
+        body = getattr(program, name)
+        if body:
+            lines += [f"{name}:", *(f"    {line}" for line in _lines(body, naming))]
+    if procedures:
+        for title, procedure in named_procedures(program).items():
+            _, *rest = text(procedure).split("\n")
+            lines += ["", f"{title}: {text(procedure).splitlines()[0]}", *rest]
+    return "\n".join(lines)
+
+
+def step_line(instruction: StepInstruction, naming: Naming | None = None) -> str:
+    """An instruction in one line; of a loop or a group, its head."""
+    return LINES[type(instruction)](instruction, naming or Naming())
+
+
+def named_procedures(program: StepProgram) -> dict[str, Any]:
+    """The procedures of a step, by the first segment that they serve: "forward of segment 1"."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for call in program.calls():
+        if id(call.procedure) not in seen:
+            seen.add(id(call.procedure))
+            found[f"{call.procedure_name} of segment {call.segment}"] = call.procedure
+    return found
+
+
+def step_to_json(program: StepProgram) -> dict[str, Any]:
+    """A step as dicts, lists, strings and numbers: values by name, procedures by title."""
+    procedures = named_procedures(program)
+    titles = {id(p): title for title, p in procedures.items()}
+    return {
+        "given": [v.name for v in program.given],
+        "returned": [v.name for v in program.returned],
+        "gradients": [v.name for v in program.gradients],
+        "prologue": [_plain(i, titles) for i in program.prologue],
+        "forward": [_plain(i, titles) for i in program.forward],
+        "backward": [_plain(i, titles) for i in program.backward],
+        "procedures": {title: to_json(p) for title, p in procedures.items()},
+    }
+
+
+def _plain(instruction: StepInstruction, titles: dict[int, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "instruction": type(instruction).__name__,
+        "inputs": [v.name for v in instruction.inputs],
+        "results": [v.name for v in instruction.results],
+    }
+    if isinstance(instruction, Call):
+        found["procedure"] = titles[id(instruction.procedure)]
+    for name in ("name", "segment", "place", "position", "number"):
+        if getattr(instruction, name, None) is not None:
+            found[name] = getattr(instruction, name)
+    if isinstance(instruction, Group | Again):
+        found["body"] = [_plain(i, titles) for i in instruction.body]
+    if isinstance(instruction, Layers):
+        found["rounds"] = [[_plain(i, titles) for i in own] for own in instruction.rounds]
+    return found
+
+
+def _lines(body: Iterable[StepInstruction], naming: Naming) -> Iterator[str]:
+    for instruction in body:
+        yield step_line(instruction, naming)
+        inner: Iterable[StepInstruction] = ()
+        if isinstance(instruction, Group | Again):
+            inner = instruction.body
+        elif isinstance(instruction, Layers):
+            inner = instruction.rounds[0]
+        yield from (f"    {line}" for line in _lines(inner, naming))
+
+
+def _made(instruction: StepInstruction, naming: Naming) -> str:
+    return f" -> {naming.made(instruction.results)}" if instruction.results else ""
+
+
+def _kept_at(instruction: Any) -> str:
+    return "" if instruction.place == DEVICE else f", keeps what its backward reads on {_place(instruction)}"
+
+
+def _place(instruction: Any) -> str:
+    return {"host": "the host", "disk": "disk"}[instruction.place]
+
+
+def _part(instruction: RunPart | Differentiate) -> str:
+    return instruction.name if instruction.segment is None else f"segment {instruction.segment}, whole"
+
+
+def _run_part(instruction: RunPart, naming: Naming) -> str:
+    read = naming.read(instruction.inputs)
+    return f"run {_part(instruction)}({read}){_made(instruction, naming)}{_kept_at(instruction)}"
+
+
+def _differentiate(instruction: Differentiate, naming: Naming) -> str:
+    return (
+        f"differentiate {_part(instruction)}({naming.read(instruction.inputs)}){_made(instruction, naming)}"
+    )
+
+
+def _call(instruction: Call, naming: Naming) -> str:
+    what = f"{instruction.procedure_name} of segment {instruction.segment}"
+    read = naming.read(instruction.inputs)
+    chunks = "" if instruction.procedure_name == "scaling" else f", {instruction.chunks} chunks"
+    return f"call {what}({read}){_made(instruction, naming)}{chunks}{_kept_at(instruction)}"
+
+
+def _call_loss(instruction: CallLoss, naming: Naming) -> str:
+    what = f"loss of segment {instruction.segment} and epilogue"
+    read, made = naming.read(instruction.inputs), _made(instruction, naming)
+    return f"call {what}({read}){made}, {instruction.chunks} chunks"
+
+
+def _group(instruction: Group, naming: Naming) -> str:
+    where = "" if instruction.place == DEVICE else f", on {_place(instruction)}"
+    read = naming.read(instruction.inputs) or "what is given"
+    return f"keep of what follows only {read}{where}:"
+
+
+def _layers(instruction: Layers, naming: Naming) -> str:
+    return f"for each of {len(instruction.rounds)} layers, of which this is the first:"
+
+
+def _leave(instruction: Leave, naming: Naming) -> str:
+    return f"wait until {naming.made(instruction.inputs)} left the device"
+
+
+def _add(instruction: Add, naming: Naming) -> str:
+    part, (whole,) = instruction.inputs[-1], instruction.results
+    return (
+        f"add {part.name} to {whole.name}"
+        if len(instruction.inputs) > 1
+        else f"{part.name} begins {whole.name}"
+    )
+
+
+def _hand_over(instruction: HandOver, naming: Naming) -> str:
+    return f"hand over {naming.made(instruction.inputs)}"
+
+
+LINES: Mapping[type, Callable[[Any, Naming], str]] = {
+    RunPart: _run_part,
+    Differentiate: _differentiate,
+    Linearize: lambda i, naming: f"derive the loss at zero({naming.read(i.inputs)}){_made(i, naming)}",
+    Call: _call,
+    CallLoss: _call_loss,
+    Group: _group,
+    Again: lambda i, naming: "run again:",
+    Layers: _layers,
+    Leave: _leave,
+    Fetch: lambda i, naming: f"fetch {naming.made(i.inputs)}",
+    Drop: lambda i, naming: f"drop {naming.made(i.inputs)}",
+    Defer: lambda i, naming: f"when it is read: {naming.made(i.results)} from {naming.read(i.inputs)}",
+    Return: lambda i, naming: f"return {naming.made(i.inputs)}",
+    Seed: lambda i, naming: f"take {naming.made(i.results)} from the caller",
+    Zeros: lambda i, naming: f"zeros for {naming.made(i.results)}",
+    Add: _add,
+    HandOver: _hand_over,
+}

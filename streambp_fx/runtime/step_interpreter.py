@@ -1,0 +1,222 @@
+"""The interpreter of a step: runs the instructions of its forward on tensors, inside PyTorch's autograd.
+
+The backward is run by autograd, node by node: each `Call` of the forward is an autograd function which runs
+the procedure that the step program has for the segment's backward, in the order in which they stand there.
+What is kept for it is saved by autograd, and what is dropped is dropped by autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
+
+from ..passes.ir import Facts, Segment, evaluate_size, shape_of, tensors_of
+from ..passes.schedule.program import (
+    DEVICE,
+    Call,
+    CallLoss,
+    Defer,
+    Drop,
+    Group,
+    Layers,
+    Leave,
+    Return,
+    RunPart,
+    StepInstruction,
+    StepProgram,
+)
+from ..passes.shown import is_shown
+from .blocks import Step
+from .common import as_it_is
+from .function import StreamedSegment
+from .head import OneSweepHead, Sweep
+from .lazy import Anew, LazyOutput
+from .offload import Store
+from .streamed import SegmentRunner
+from .whole import WholeSegment
+
+
+def _as_it_is(instruction: Defer) -> Anew | None:
+    """A lazy output of a step that leaves nothing out."""
+    return None
+
+
+@dataclass
+class StepFrame:
+    """What a step holds while its forward runs.
+
+    Attributes:
+        facts: of the graph.
+        runners: by segment; None for one that always runs whole.
+        program: that is run.
+        values: by node; sizes that the caller has given are among them.
+        sizes: of the size symbols.
+        sweep: over the loss head, if there is one only.
+        store: where what is kept lies, if not on the device.
+        random: the model draws random numbers.
+        anew: how a lazy output is made of a part where the step leaves rows out.
+    """
+
+    facts: Facts
+    runners: list[SegmentRunner | None]
+    program: StepProgram
+    step: Step
+    values: dict[Node, Any]
+    sizes: Mapping[sympy.Symbol, int]
+    sweep: Sweep | None = None
+    store: Store | None = None
+    random: bool = False
+    anew: Callable[[Defer], Anew | None] = _as_it_is
+
+    def value(self, node: Node) -> Any:
+        """A value of the step, or a size as a number."""
+        if node in self.values:
+            return self.values[node]
+        return evaluate_size(node, lambda expr: int(expr.subs(self.sizes)))
+
+    def segment(self, call: Call) -> tuple[Segment, SegmentRunner]:
+        """The segment of a call, and what runs its programs."""
+        runner = self.runners[call.segment]
+        assert runner is not None
+        return self.facts.segments[call.segment], runner
+
+
+def run_step(body: Iterable[StepInstruction], frame: StepFrame) -> None:
+    """Run instructions of a forward; what they make is in `frame.values`.
+
+    Raises:
+        CompileError: a program cannot be traced.
+    """
+    for instruction in body:
+        EXECUTE[type(instruction)](instruction, frame)
+
+
+def _run_part(instruction: RunPart, frame: StepFrame) -> None:
+    part = instruction.part
+    given = [frame.value(n) for n in part.inputs]
+    if instruction.segment is None:
+        found = part.module(*given)
+    else:
+        with _kept_in(frame.store, instruction.place):
+            found = WholeSegment.apply(part, *given)
+    frame.values.update(zip(part.outputs, found, strict=True))
+
+
+def _call(instruction: Call, frame: StepFrame, unread: bool = False) -> None:
+    """
+    Args:
+        unread: a second forward for the sake of what is saved; the outputs need not hold anything.
+    """
+    segment, runner = frame.segment(instruction)
+    backward = frame.program.backward_of(segment.index)
+    procedures = None if unread else instruction.procedure, None if backward is None else backward.procedure
+    whole = [frame.values[n] for n in segment.whole]
+    with _kept_in(frame.store, instruction.place):
+        outputs = StreamedSegment.apply(
+            runner, frame.step, whole, procedures, *_inputs(segment, frame.values)
+        )
+    frame.values.update(zip(segment.outputs, outputs, strict=True))
+
+
+def _call_loss(instruction: CallLoss, frame: StepFrame) -> None:
+    segment, runner = frame.segment(instruction)
+    scaling = frame.program.backward_of(segment.index)
+    assert frame.sweep is not None and scaling is not None
+    whole = [frame.values[n] for n in segment.whole]
+    procedures = instruction.procedure, scaling.procedure
+    given = _inputs(segment, frame.values)
+    found = OneSweepHead.apply(runner, frame.step, whole, frame.sweep, procedures, *given)
+    frame.values.update(zip(instruction.part.outputs, found, strict=True))
+
+
+def _group(instruction: Group, frame: StepFrame) -> None:
+    """PyTorch's checkpoint runs the body again in the backward."""
+    outputs = [v.node for v in instruction.results]
+    inputs = {n: frame.values[n] for v in instruction.inputs if (n := v.node) is not None}
+    fixed = {n: v for n, v in frame.values.items() if not isinstance(v, Tensor)}
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
+    nodes, runs = list(tensors), itertools.count()  # the function must not hold what segments made
+    held = {n: as_it_is(v).requires_grad_(v.requires_grad) for n, v in tensors.items() if v.is_leaf}
+    outside = replace(frame, values={}, store=None, sweep=None, anew=_as_it_is)  # nor what others hold
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        again = next(runs) > 0
+        local = {**fixed, **dict(zip(nodes, given, strict=True)), **(held if again else {})}
+        inner = replace(outside, values=local)
+        for own in instruction.body:
+            unread = again and isinstance(own, Call) and own not in instruction.again
+            _call(own, inner, unread=True) if unread else run_step([own], inner)  # type: ignore[arg-type]
+        return tuple(local[n] for n in outputs if n is not None)
+
+    with _kept_in(frame.store, instruction.place):
+        found = checkpoint(run, *tensors.values(), use_reentrant=False, preserve_rng_state=frame.random)
+    frame.values.update(zip(outputs, found, strict=True))  # type: ignore[arg-type]
+
+
+def _layers(instruction: Layers, frame: StepFrame) -> None:
+    for body in instruction.rounds:
+        run_step(body, frame)
+
+
+def _leave(instruction: Leave, frame: StepFrame) -> None:
+    if frame.store is not None:
+        frame.store.settle(instruction.number)
+    _forget(instruction, frame)
+
+
+def _forget(instruction: StepInstruction, frame: StepFrame) -> None:
+    for value in instruction.inputs:
+        frame.values.pop(value.node, None)  # type: ignore[arg-type]
+
+
+def _defer(instruction: Defer, frame: StepFrame) -> None:
+    """An output that is computed when it is read, see NOTE [lazy outputs]."""
+    part = instruction.part
+    (node,) = part.outputs
+    shape, like = torch.Size(int(s.subs(frame.sizes)) for s in shape_of(node)), tensors_of(node)[0]
+    given, anew = [frame.value(n) for n in part.inputs], frame.anew(instruction)
+    made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+    made.of_the_loss = is_shown(frame.facts, node)
+    frame.values[node] = made
+
+
+def _nothing(instruction: StepInstruction, frame: StepFrame) -> None:
+    """What is returned is what the executor takes."""
+
+
+def _inputs(segment: Segment, values: Mapping[Node, Any]) -> list[Tensor]:
+    """Streamed inputs, in the order in memory that programs take them to have, and constants.
+
+    What comes out of a segment that runs whole may be a view.
+    """
+    return [*(values[n].contiguous() for n in segment.rows), *(values[n] for n in segment.constants)]
+
+
+def _kept_in(store: Store | None, place: str) -> Any:
+    """What is saved meanwhile lies in a store."""
+    if store is None or place == DEVICE:
+        return contextlib.nullcontext()
+    store.begin()
+    return torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack)
+
+
+EXECUTE: Mapping[type, Callable[[Any, StepFrame], None]] = {
+    RunPart: _run_part,
+    Call: _call,
+    CallLoss: _call_loss,
+    Group: _group,
+    Layers: _layers,
+    Leave: _leave,
+    Drop: _forget,
+    Defer: _defer,
+    Return: _nothing,
+}
