@@ -1,0 +1,239 @@
+"""Graphs before and after a pass as text, for the golden files of the tests beside it.
+
+The text of a graph depends on nothing but the model and the pass: inputs have their names in the model, sizes
+are written out where they are read, and source lines have no numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from graphs import in_backend
+from streambp_fx.passes import analyze
+from streambp_fx.passes.capture import CapturedGraph, path
+from streambp_fx.passes.custom_gradient import CustomFunction
+from streambp_fx.passes.functional import NotPureError
+from streambp_fx.passes.ir import Facts, PassError, expression, tensors_of
+from streambp_fx.passes.log import masks_text, observed
+from streambp_fx.passes.printing import Printer, Unprintable, fold, place
+from streambp_fx.passes.sequence import Lengths, find_lengths
+from torch import nn
+from torch.fx import Graph, Node
+
+WIDTH = 8
+CLASSES = 11
+
+
+class Small(nn.Module):
+    """A function of (module, inputs), with some parameters at hand: only those that it reads are captured."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, ids: Any, labels: Any = None, more: Any = None) -> Any:
+        return self.function(self, *[v for v in (ids, labels, more) if v is not None])
+
+    def heads(self, x: torch.Tensor, count: int = 2) -> torch.Tensor:
+        """(batch, sequence, width) -> (batch, heads, sequence, width of a head)."""
+        return x.view(*x.shape[:2], count, -1).transpose(1, 2)
+
+
+def ids(batch: int = 2, length: int = 13) -> torch.Tensor:
+    """Token ids."""
+    return (torch.arange(batch * length) % CLASSES).view(batch, length)
+
+
+def source(function: Callable[..., Any]) -> str:
+    """The source of a function of a test."""
+    return textwrap.dedent(inspect.getsource(function)).rstrip()
+
+
+class Words:
+    """Prints graphs. A node keeps its name from one print to the next, so that two prints can be compared.
+
+    Args:
+        symbols: names of the size symbols.
+        names: names of inputs.
+    """
+
+    def __init__(self, symbols: Mapping[Any, str], names: Mapping[Node, str] | None = None) -> None:
+        self.printer = Printer(symbols)
+        self.names: dict[Node, str] = dict(names or {})
+
+    def name(self, node: Node) -> str:
+        """What a node is called; a size is written out."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and self.printer.knows(value):
+            return self.printer.size(value)
+        if node not in self.names:
+            base = re.sub(r"_\d+$", "", node.name)
+            taken, number = set(self.names.values()), 1
+            while (name := base if number == 1 else f"{base}_{number}") in taken:
+                number += 1
+            self.names[node] = re.sub(r"^custom_function_\d+", "custom_function", name)
+        return self.names[node]
+
+    def graph(self, graph: Graph, note: Callable[[Node], str] = lambda node: "") -> str:
+        """An op a line, with the shape of its value and a note, under the line of the model that made it."""
+        lines, where = self._inputs(graph), ""
+        for node in graph.nodes:
+            if node.op == "output":
+                values = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+                lines += fold(0, "return ", [self.printer.literal(v, self.name) for v in values], "")
+            if node.op != "call_function" or isinstance(node.meta.get("val"), torch.SymInt):
+                continue
+            line = code(node)
+            if line and line != where:
+                lines.append(f"# {line}")
+                where = line
+            lines += self._statement(node, note(node))
+        return "\n".join(lines)
+
+    def _inputs(self, graph: Graph) -> list[str]:
+        """Name and shape of each input that is a tensor, in the order of the names."""
+        nodes = [n for n in graph.nodes if n.op == "placeholder" and tensors_of(n)]
+        return sorted(f"{self.name(n)}: {self.printer.shape(n.meta['val'])}" for n in nodes)
+
+    def _statement(self, node: Node, note: str) -> list[str]:
+        try:
+            head, arguments, tail = self.printer.call(node, self.name)
+        except Unprintable:
+            target = "custom_function" if isinstance(node.target, CustomFunction) else node.target.__name__
+            head, arguments, tail = f"{target}(", [_argument(self, a) for a in node.args], ")"
+        comment = ", ".join(filter(None, (self.printer.shape(node.meta.get("val")), note)))
+        return fold(0, f"{self.name(node)} = {head}" if node.users else head, arguments, tail, comment)
+
+
+def _argument(words: Words, value: Any) -> str:
+    return words.name(value) if isinstance(value, Node) else str(value)
+
+
+def code(node: Node) -> str:
+    """The line of a test that made a node, "" for one of another file."""
+    file, _, rest = place(node).partition(".py:")
+    line = rest.partition(": ")[2] if re.fullmatch(r"test_\w+|graphs|golden_graphs", file) else ""
+    return f"backward of {line}" if line and node.meta.get("backward") else line
+
+
+def words_of(result: CapturedGraph | Facts) -> Words:
+    """Words for a captured graph: T is the sequence length, B and so on are other sizes."""
+    inputs = [n for n in result.module.graph.nodes if n.op == "placeholder"]
+    sizes = [expression(s) for n in inputs for value in tensors_of(n) for s in value.shape]
+    symbols = dict.fromkeys(s for size in sizes for s in sorted(size.free_symbols, key=str))
+    others = [s for s in symbols if s != result.sequence]
+    names = {s: "BCDEFGH"[k] for k, s in enumerate(others)} | {result.sequence: "T"}
+    return Words({s: names[s] for s in symbols}, {n: path(n) for n in inputs})
+
+
+class Stages:
+    """What the passes made of a model, one after the other.
+
+    Attributes:
+        programs: text of the graph after each pass that ran.
+        masks: what was known of masks after "axes" and after each later pass.
+        facts: after the last pass that ran; a captured graph if none gave facts.
+        refused: why a pass refused the model, "" if none did.
+    """
+
+    def __init__(self) -> None:
+        self.programs: dict[str, str] = {}
+        self.masks: dict[str, str] = {}
+        self.facts: Any = None
+        self.refused = ""
+        self.words: Words | None = None
+
+    def observe(self, name: str, result: CapturedGraph | Facts, seconds: float) -> None:
+        if self.words is None:
+            self.words = words_of(result)
+        self.facts = result
+        self.programs[name] = self.words.graph(result.module.graph)
+        if isinstance(result, Facts):
+            self.masks[name] = without_places(masks_text(result))
+
+    def change(self, before: str, after: str) -> str:
+        """The program after one pass, and what another one changed of it."""
+        first, second = self.programs[before], self.programs[after]
+        return f"{first}\n\n{difference(first, second, after)}"
+
+
+def stages(
+    module: nn.Module | Callable[..., Any],
+    *inputs: Any,
+    open_dims: tuple[int | tuple[int, ...], ...] = (1,),
+    find: Callable[[torch.fx.GraphModule], Lengths] | None = None,
+    logits: str = "keep",
+) -> Stages:
+    """Run all passes on a model, and keep what each of them made of it.
+
+    Args:
+        open_dims: of each input the dim, or the dims, whose size is a symbol.
+        find: which sizes are the sequence; None: the only one that is open.
+        logits: what becomes of wide outputs.
+    """
+    found = Stages()
+
+    def run(graph: torch.fx.GraphModule, examples: list[Any]) -> None:
+        lengths = None if find is None else find(graph)
+        with observed(found.observe):
+            try:
+                analyze(graph, examples, lengths, logits)
+            except PassError as error:
+                found.refused = _reason(error)
+
+    in_backend(run, module, *inputs, open_dims=open_dims)
+    return found
+
+
+def with_batch(function: Callable[..., Any], *inputs: Any, **options: Any) -> Stages:
+    """Run all passes on a small model of inputs (batch, sequence), both sizes of which are open."""
+    dims = ((0, 1),) * len(inputs)
+    return stages(Small(function), *inputs, open_dims=dims, find=find_lengths, **options)
+
+
+def _reason(error: PassError) -> str:
+    cause = error.cause
+    reason = cause.reason if isinstance(cause, NotPureError) else str(cause)
+    line = code(cause.node) if isinstance(cause, NotPureError) and cause.node is not None else ""
+    return f"refused by {error.name}: {reason}" + (f"\n# {line}" if line else "")
+
+
+def difference(before: str, after: str, name: str) -> str:
+    """What changed from one text to another, a line of context around it."""
+    if before == after:
+        return f"# ---- {name} changes nothing"
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=1, lineterm="")
+    shown = ["@@" if line.startswith("@@") else line for line in list(lines)[2:]]
+    return "\n".join([f"# ---- changed by {name}", *shown[1:]])
+
+
+def without_places(text: str) -> str:
+    """A text whose source lines have no path and no number."""
+    return re.sub(r"[\w./<>-]+\.py:\d+: ", "", text)
+
+
+def sections(*parts: tuple[str, str] | str) -> str:
+    """Texts below each other, each under its title."""
+    texts = [p if isinstance(p, str) else f"# ---- {p[0]}\n{p[1]}" for p in parts]
+    return "\n\n".join(t for t in texts if t)
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Values with commas between them, or a dash for none."""
+    return ", ".join(map(str, values)) or "-"
+
+
+def sympy_names(names: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, sympy.Symbol]:
+    """Symbols of a program by the symbols that expressions are printed with."""
+    return {s: sympy.Symbol(n, integer=True, positive=True) for s, n in names.items()}
