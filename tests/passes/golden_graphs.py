@@ -69,7 +69,7 @@ class Words:
     """
 
     def __init__(self, symbols: Mapping[Any, str], names: Mapping[Node, str] | None = None) -> None:
-        self.printer = Printer(symbols)
+        self.symbols, self.printer = symbols, Printer(symbols)
         self.names: dict[Node, str] = dict(names or {})
 
     def name(self, node: Node) -> str:
@@ -110,14 +110,12 @@ class Words:
         try:
             head, arguments, tail = self.printer.call(node, self.name)
         except Unprintable:
-            target = "custom_function" if isinstance(node.target, CustomFunction) else node.target.__name__
-            head, arguments, tail = f"{target}(", [_argument(self, a) for a in node.args], ")"
+            head, arguments, tail = f"{node.target.__name__}(", list(map(str, node.args)), ")"  # type: ignore[union-attr]
+        if isinstance(node.target, CustomFunction):  # Dynamo puts its inputs into an order of its own
+            tensors = sorted(self.name(n) for n in node.all_input_nodes if tensors_of(n))
+            head, arguments = "custom_function(", tensors
         comment = ", ".join(filter(None, (self.printer.shape(node.meta.get("val")), note)))
         return fold(0, f"{self.name(node)} = {head}" if node.users else head, arguments, tail, comment)
-
-
-def _argument(words: Words, value: Any) -> str:
-    return words.name(value) if isinstance(value, Node) else str(value)
 
 
 def code(node: Node) -> str:

@@ -16,7 +16,7 @@ INFINITE = float("-inf")
 
 
 def proved(function: Callable[..., Any], name: str, *inputs: Tensor) -> Stages:
-    """Compare what is known of the masks of a function, before the pass and after it, with its golden file."""
+    """Compare what is known of masks, before the pass and after it, with the golden file of a function."""
     given = inputs or (ids(),)
     found = stages(Small(function), *given, open_dims=(1,) * len(given))
     before, after = found.masks["axes"], found.masks["footprints"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from golden import check_golden
-from golden_graphs import Small, ids, sections, source, stages
+from golden_graphs import ids, sections, source, stages
 from streambp_fx.passes.capture import path
 from torch import Tensor, nn
 
