@@ -13,17 +13,20 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import sympy
 import torch
 from graphs import in_backend
 from streambp_fx.passes import analyze
 from streambp_fx.passes.capture import CapturedGraph, path
 from streambp_fx.passes.custom_gradient import CustomFunction
 from streambp_fx.passes.functional import NotPureError
+from streambp_fx.passes.inputs import Extent, input_names
 from streambp_fx.passes.ir import Facts, PassError, expression, tensors_of
 from streambp_fx.passes.log import masks_text, observed
+from streambp_fx.passes.lower import Lowered
+from streambp_fx.passes.normalize import is_impure
 from streambp_fx.passes.printing import Printer, Unprintable, fold, place
 from streambp_fx.passes.sequence import Lengths, find_lengths
+from streambp_fx.passes.vjp import SegmentPrograms, Traced
 from torch import nn
 from torch.fx import Graph, Node
 
@@ -85,10 +88,14 @@ class Words:
             self.names[node] = re.sub(r"^custom_function_\d+", "custom_function", name)
         return self.names[node]
 
-    def graph(self, graph: Graph, note: Callable[[Node], str] = lambda node: "") -> str:
-        """An op a line, with the shape of its value and a note, under the line of the model that made it."""
+    def graph(self, graph: Graph, note: Callable[[Node], str] = lambda node: "", dead: bool = True) -> str:
+        """An op a line, with the shape of its value and a note, under the line of the model that made it.
+
+        Args:
+            dead: ops are shown that nobody reads.
+        """
         lines, where = self._inputs(graph), ""
-        for node in graph.nodes:
+        for node in graph.nodes if dead else _live(graph):
             if node.op == "output":
                 values = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
                 lines += fold(0, "return ", [self.printer.literal(v, self.name) for v in values], "")
@@ -116,6 +123,15 @@ class Words:
             head, arguments = "custom_function(", tensors
         comment = ", ".join(filter(None, (self.printer.shape(node.meta.get("val")), note)))
         return fold(0, f"{self.name(node)} = {head}" if node.users else head, arguments, tail, comment)
+
+
+def _live(graph: Graph) -> list[Node]:
+    """Nodes of a graph that somebody reads, and those that change something."""
+    live: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if is_impure(node) or not live.isdisjoint(node.users):
+            live.add(node)
+    return [n for n in graph.nodes if n in live]
 
 
 def code(node: Node) -> str:
@@ -232,6 +248,48 @@ def listed(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values)) or "-"
 
 
-def sympy_names(names: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, sympy.Symbol]:
-    """Symbols of a program by the symbols that expressions are printed with."""
-    return {s: sympy.Symbol(n, integer=True, positive=True) for s, n in names.items()}
+# ---- programs of chunks
+
+# Four rows, with eight columns before them or none, of a sequence of 16; all of them symbols where they are not 0.
+LATER, FIRST, ALL = Extent(4, 8, 0, 16), Extent(4, 0, 0, 16), Extent(4, 8, 0, 16, full=True)
+
+
+def traced(programs: SegmentPrograms, kind: str, extent: Extent = LATER) -> Traced:
+    """The program of a kind for such chunks, before it is lowered."""
+    symbols = [programs.facts.values.get(s, 2) for s in programs.symbols]
+    return programs.traced(kind, frozenset(), extent, [*extent.sizes, 0, *symbols])
+
+
+def lowered(programs: SegmentPrograms, kind: str, extent: Extent = LATER) -> Lowered:
+    """The program of a kind for such chunks, as it is run."""
+    symbols = [programs.facts.values.get(s, 2) for s in programs.symbols]
+    return programs.get(kind, frozenset(), extent, [*extent.sizes, 0, *symbols])
+
+
+def traced_text(programs: SegmentPrograms, kind: str, extent: Extent = LATER) -> str:
+    """The program of a kind before it is lowered, without the ops that nobody reads."""
+    program = traced(programs, kind, extent)
+    inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
+    known = _names_of_inputs(programs)
+    names = [known.get(name, name) for name in input_names(programs.slots(kind))]
+    words = Words(program.guards.names, dict(zip(inputs, names, strict=True)))
+    return words.graph(program.module.graph, dead=False)
+
+
+def lowered_words(programs: SegmentPrograms, program: Lowered) -> Words:
+    """Words for a program as it is run."""
+    inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
+    known = _names_of_inputs(programs)
+    return Words(program.sizes, {n: known.get(n.name, n.name) for n in inputs})
+
+
+def lowered_text(programs: SegmentPrograms, program: Lowered) -> str:
+    """A program as it is run."""
+    return lowered_words(programs, program).graph(program.module.graph)
+
+
+def _names_of_inputs(programs: SegmentPrograms) -> dict[str, str]:
+    """What inputs of programs are called where they are called by inputs of the captured graph."""
+    found = [b for kind in ("joint", "forward", "state_joint") for b in programs.slots(kind).tensors]
+    given = [b for b in found if b.node is not None and b.node.op == "placeholder"]
+    return {b.name: b.name.replace(b.node.name, path(b.node)) for b in given}
