@@ -18,6 +18,7 @@ from graphs import in_backend
 from streambp_fx.passes import analyze
 from streambp_fx.passes.capture import CapturedGraph, path
 from streambp_fx.passes.custom_gradient import CustomFunction
+from streambp_fx.passes.extract import Subgraph
 from streambp_fx.passes.functional import NotPureError
 from streambp_fx.passes.inputs import Extent, input_names
 from streambp_fx.passes.ir import Facts, PassError, expression, tensors_of
@@ -216,6 +217,15 @@ def with_batch(function: Callable[..., Any], *inputs: Any, **options: Any) -> St
     return stages(Small(function), *inputs, open_dims=dims, find=find_lengths, **options)
 
 
+def part_text(found: Stages, part: Subgraph) -> str:
+    """A part of a graph, in the names of the graph that it is taken from."""
+    assert found.words is not None
+    named = {n.name: found.words.name(n) for n in found.facts.nodes}
+    graph = part.module.graph
+    words = Words(found.words.symbols, {n: named[n.name] for n in graph.nodes if n.name in named})
+    return words.graph(graph)
+
+
 def _reason(error: PassError) -> str:
     cause = error.cause
     reason = cause.reason if isinstance(cause, NotPureError) else str(cause)
@@ -250,7 +260,7 @@ def listed(values: Iterable[Any]) -> str:
 
 # ---- programs of chunks
 
-# Four rows, with eight columns before them or none, of a sequence of 16; all of them symbols where they are not 0.
+# Four rows, with eight columns before them or none, of a sequence of 16: symbols where they are not 0.
 LATER, FIRST, ALL = Extent(4, 8, 0, 16), Extent(4, 0, 0, 16), Extent(4, 8, 0, 16, full=True)
 
 

@@ -62,7 +62,7 @@ def later_chunk(query: Tensor, key: Tensor, value: Tensor) -> Any:
 
 
 def test_the_prefix_and_the_own_rows_are_merged() -> None:
-    """Heads that are shared become rows of one head where all of them read alike, which is before the own rows."""
+    """Heads that share keys become rows of one head where all rows read alike: before the own rows."""
     shapes = heads(ROWS), heads(PREFIX + ROWS, 2), heads(PREFIX + ROWS, 2)
     graph = compared(later_chunk, "later_chunk", *shapes)
     assert calls(graph, CpuFlash.op) == 2 and calls(graph, aten.logaddexp.default) == 1

@@ -1,4 +1,4 @@
-"""chunk and emit: the program of one chunk of a segment, on the chunk's rows and the columns that it reads."""
+"""chunk and emit: the program of one chunk, on the chunk's rows and the columns that it reads."""
 
 from __future__ import annotations
 

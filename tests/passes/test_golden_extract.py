@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from golden import check_golden
-from golden_graphs import Small, Stages, Words, ids, listed, sections, source, stages
+from golden_graphs import Small, ids, listed, part_text, sections, source, stages
 from streambp_fx.passes.extract import Subgraph
 from torch import Tensor
 from torch.fx import Node
@@ -23,21 +23,16 @@ def taken(
     found = stages(Small(function), ids())
     outputs, given = choose(found.facts)
     part = Subgraph(found.facts, outputs, given)
-    text = sections(source(function), found.programs["share"], ("taken out", _words(found, part)))
+    text = sections(
+        source(function), found.programs["share"], ("taken out", part_text(found, part)), _notes(part)
+    )
     check_golden(text, __file__, f"extract_{name}")
     return part
 
 
-def _words(found: Stages, part: Subgraph) -> str:
-    """The module, in the names of the graph that it is taken from."""
-    assert found.words is not None
-    graph, facts = part.module.graph, found.facts
-    named = {n.name: found.words.name(n) for n in facts.nodes}
-    words = Words(found.words.symbols, {n: named[n.name] for n in graph.nodes if n.name in named})
-    facts_known = (
-        f"random: {part.random}, without gradients: {listed(part.frozen)}, returned: {listed(part.returned)}"
-    )
-    return f"{words.graph(graph)}\n# {facts_known}"
+def _notes(part: Subgraph) -> str:
+    frozen, returned = listed(part.frozen), listed(part.returned)
+    return f"random: {part.random}, without gradients: {frozen}, returned: {returned}"
 
 
 def with_loss(m: Small, ids: Tensor) -> tuple[Tensor, Tensor]:

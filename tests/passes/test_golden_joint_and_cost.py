@@ -1,4 +1,4 @@
-"""joint: a part that runs whole, with its VJP. cost: what is alive after each op of a program, and its work."""
+"""joint: a part that runs whole, with its VJP. cost: what is alive after each op, and the work of all."""
 
 from __future__ import annotations
 

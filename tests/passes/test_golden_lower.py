@@ -101,7 +101,7 @@ def running(m: Small, ids: Tensor) -> Tensor:
 
 
 def test_the_programs_that_are_made_of_a_joint_trace() -> None:
-    """The forward writes the rows of states and makes no gradients; the rebuild of states does nothing else."""
+    """The forward writes rows of states and makes no gradients; the rebuild of states does nothing else."""
     facts = stages(Small(running), ids()).facts
     programs = SegmentPrograms(facts, facts.segments[1])
     made = {kind: lowered(programs, kind, FIRST) for kind in ("forward", "states", "joint")}

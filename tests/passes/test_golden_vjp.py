@@ -55,6 +55,11 @@ def results(program: Traced) -> list[Any]:
     return list(program.module.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def added(program: Traced) -> int:
+    """How many gradients are added to those of states."""
+    return len(program.module.graph.find_nodes(op="call_function", target=aten.add_.Tensor))
+
+
 def by_rows(m: Small, ids: Tensor) -> Tensor:
     return (m.first(m.embed(ids)).relu() * m.bias).square().mean()
 
@@ -79,10 +84,7 @@ def causal(m: Small, ids: Tensor) -> Tensor:
 def test_attention_adds_to_the_gradients_of_the_states() -> None:
     """And the own rows of these, finished by later chunks, are differentiated further."""
     programs, program = compared(causal, "causal_first", extent=FIRST)
-    graph = program.module.graph
-    assert (
-        len(programs.states) == 2 and len(graph.find_nodes(op="call_function", target=aten.add_.Tensor)) == 2
-    )
+    assert len(programs.states) == added(program) == 2
 
 
 def of_all(m: Small, ids: Tensor) -> Tensor:
@@ -95,7 +97,4 @@ def test_where_all_rows_are_read_the_states_are_leaves() -> None:
     """Their own rows are differentiated in a program of their own, once the gradient is complete."""
     _, program = compared(of_all, "all_rows", extent=ALL)
     _, states = compared(of_all, "all_rows_states", "state_joint", ALL.own())
-    added = [
-        len(p.module.graph.find_nodes(op="call_function", target=aten.add_.Tensor)) for p in (program, states)
-    ]
-    assert added == [2, 0]
+    assert (added(program), added(states)) == (2, 0)
