@@ -8,7 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from golden import check_golden
-from golden_graphs import FIRST, LATER, Small, ids, sections, source, stages, traced, traced_text
+from golden_graphs import (
+    FIRST,
+    LATER,
+    Small,
+    ids,
+    needs_symbols,
+    sections,
+    source,
+    stages,
+    traced,
+    traced_text,
+)
 from streambp_fx.passes.chunk import ChunkProgram
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.ir import Role
@@ -16,6 +27,7 @@ from streambp_fx.passes.vjp import SegmentPrograms
 from torch import Tensor
 
 aten = torch.ops.aten
+pytestmark = needs_symbols
 
 
 def program(function: Callable[..., Any], name: str, extent: Extent = LATER, position: int = 1) -> list[Any]:

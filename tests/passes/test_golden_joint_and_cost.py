@@ -9,7 +9,19 @@ import sympy
 import torch
 import torch.nn.functional as F
 from golden import check_golden
-from golden_graphs import LATER, Small, Words, ids, listed, lowered, lowered_words, sections, source, stages
+from golden_graphs import (
+    LATER,
+    Small,
+    Words,
+    ids,
+    listed,
+    lowered,
+    lowered_words,
+    needs_symbols,
+    sections,
+    source,
+    stages,
+)
 from streambp_fx.passes.capture import path
 from streambp_fx.passes.cost import Memory, ProgramCost, largest, program_cost
 from streambp_fx.passes.extract import Subgraph
@@ -106,6 +118,7 @@ def attention(m: Small, ids: Tensor) -> Tensor:
     return m.head(x)
 
 
+@needs_symbols
 def test_attention_costs_scores_of_the_prefix_and_half_of_the_own_block() -> None:
     facts = stages(Small(attention), ids()).facts
     programs = SegmentPrograms(facts, facts.segments[1])

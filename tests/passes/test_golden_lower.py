@@ -14,6 +14,7 @@ from golden_graphs import (
     ids,
     lowered,
     lowered_text,
+    needs_symbols,
     sections,
     source,
     stages,
@@ -100,6 +101,7 @@ def running(m: Small, ids: Tensor) -> Tensor:
     return m.head(x + weights @ x)
 
 
+@needs_symbols
 def test_the_programs_that_are_made_of_a_joint_trace() -> None:
     """The forward writes rows of states and makes no gradients; the rebuild of states does nothing else."""
     facts = stages(Small(running), ids()).facts

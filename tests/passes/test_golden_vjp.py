@@ -9,12 +9,26 @@ import sympy
 import torch
 import torch.nn.functional as F
 from golden import check_golden
-from golden_graphs import ALL, FIRST, LATER, Small, ids, listed, sections, source, stages, traced, traced_text
+from golden_graphs import (
+    ALL,
+    FIRST,
+    LATER,
+    Small,
+    ids,
+    listed,
+    needs_symbols,
+    sections,
+    source,
+    stages,
+    traced,
+    traced_text,
+)
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.vjp import SegmentPrograms, Traced
 from torch import Tensor
 
 aten = torch.ops.aten
+pytestmark = needs_symbols
 
 
 def programs_of(function: Callable[..., Any], frozen: tuple[str, ...] = ()) -> SegmentPrograms:
