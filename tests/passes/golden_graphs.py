@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import in_backend
+from graphs import WIDTH, in_backend
 from streambp_fx.passes import analyze
 from streambp_fx.passes.capture import CapturedGraph, path
 from streambp_fx.passes.custom_gradient import CustomFunction
@@ -32,7 +32,6 @@ from streambp_fx.passes.vjp import SegmentPrograms, Traced
 from torch import nn
 from torch.fx import Graph, Node
 
-WIDTH = 8
 CLASSES = 11
 
 
@@ -87,7 +86,7 @@ class Words:
             taken, number = set(self.names.values()), 1
             while (name := base if number == 1 else f"{base}_{number}") in taken:
                 number += 1
-            self.names[node] = re.sub(r"^custom_function_\d+", "custom_function", name)
+            self.names[node] = name
         return self.names[node]
 
     def graph(self, graph: Graph, note: Callable[[Node], str] = lambda node: "", dead: bool = True) -> str:
