@@ -38,15 +38,30 @@ def facts_of(
     module: nn.Module | Callable[..., Any], *inputs: Any, length_dims: tuple[int, ...] = (1,)
 ) -> Facts:
     """Facts after all passes; dim `length_dims[k]` of input k carries the sequence."""
-    found: list[Facts] = []
+    return in_backend(analyze, module, *inputs, open_dims=length_dims)
+
+
+def in_backend(
+    function: Callable[[torch.fx.GraphModule, list[Any]], Any],
+    module: nn.Module | Callable[..., Any],
+    *inputs: Any,
+    open_dims: tuple[int | tuple[int, ...], ...] = (1,),
+) -> Any:
+    """What a function makes of the graph and the inputs that Dynamo hands to a backend.
+
+    Args:
+        open_dims: of each input the dim, or the dims, whose size is a symbol; all other sizes are numbers.
+    """
+    found: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
-        found.append(analyze(graph, examples))
+        found.append(function(graph, examples))
         return graph
 
     torch._dynamo.reset()
-    for value, dim in zip(inputs, length_dims, strict=False):
-        torch._dynamo.maybe_mark_dynamic(value, dim)
+    for value, dims in zip(inputs, open_dims, strict=False):
+        for dim in (dims,) if isinstance(dims, int) else dims:
+            torch._dynamo.maybe_mark_dynamic(value, dim)
     torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*inputs)
     return found[0]
 
