@@ -68,7 +68,7 @@ class Scheduler:
         self.parts, self.facts, self.full, self.training = parts, parts.facts, full, training
         self.own = [self._own(s, o) for s, o in zip(self.facts.segments, parts.segments, strict=True)]
         results = [n for n in self.facts.results if isinstance(n, Node) and tensors_of(n)]
-        lazy = [n for p in parts.lazy.values() for n in p.outputs]
+        self.lazy = lazy = [n for p in parts.lazy.values() for n in p.outputs]
         self.returned = list(dict.fromkeys([*results, *lazy]))
         differentiable = [n for n in self.returned if n in self.facts.needs_grad] if training else []
         self.seeds = _seeds(n for n in differentiable if n not in lazy) if seeds is None else list(seeds)
@@ -83,12 +83,16 @@ class Scheduler:
         leaves = [n for n in given if n in self.contributors]
         return StepProgram(
             given=_captured(given),
-            returned=_captured(self.returned),
+            returned=self._returned(),
             gradients=tuple(Value(ValueKind.GRADIENT, n) for n in leaves),
             prologue=tuple(self._prologue()),
             forward=tuple(self._forward()),
             backward=tuple(self._backward()) if self.training else (),
         )
+
+    def _returned(self) -> tuple[Value, ...]:
+        lazy = tuple(Value(ValueKind.LAZY, n) for n in self.lazy)
+        return (*_captured(n for n in self.returned if n not in self.lazy), *lazy)
 
     # ---- what there is
 
@@ -175,9 +179,9 @@ class Scheduler:
             inputs, results = self._values(epilogue.inputs), self._values(epilogue.outputs)
             yield RunPart(part=epilogue, name="epilogue", inputs=inputs, results=results)
         for position, part in self.parts.lazy.items():
-            results = _captured(n for n in part.outputs if n not in part.inputs)
+            results = tuple(Value(ValueKind.LAZY, n) for n in part.outputs)
             yield Defer(part=part, position=position, inputs=self._values(part.inputs), results=results)
-        yield Return(inputs=_captured(self.returned))
+        yield Return(inputs=self._returned())
 
     def _segment(self, segment: Segment) -> StepInstruction:
         own = self.own[segment.index]

@@ -39,6 +39,7 @@ class ValueKind(Enum):
     COEFFICIENTS = "coefficients"  # the derivative of a linear loss in the rows of its head
     UNSCALED = "unit_grad"  # a gradient for a unit gradient of the loss
     GRADIENT = "grad"
+    LAZY = "lazy"  # an output that is computed when somebody reads it
 
 
 @dataclass(frozen=True)

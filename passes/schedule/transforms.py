@@ -260,8 +260,8 @@ def _folded(body: tuple[StepInstruction, ...]) -> Iterator[StepInstruction]:
 
 def _form(instruction: StepInstruction) -> Hashable:
     """What an instruction does, whatever it does it to."""
-    values = (*instruction.inputs, *instruction.results)
-    own: tuple[Hashable, ...] = (type(instruction).__name__, len(instruction.inputs), *(v.kind for v in values))
+    kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
+    own: tuple[Hashable, ...] = (type(instruction).__name__, len(instruction.inputs), kinds)
     if isinstance(instruction, Call):
         return (
             *own,

@@ -181,8 +181,8 @@ class Executor:
         frame.anew = lambda instruction: self.padding.completion(instruction.part, prepared.inputs, step)
         run_step(program.forward, frame)
         results = [frame.value(n) if isinstance(n, Node) else n for n in self.results]
-        for position, part in self.parts.lazy.items():
-            results[position] = frame.values[part.outputs[0]]
+        for position, made in frame.lazy.items():
+            results[position] = made
         return results
 
     def frame(

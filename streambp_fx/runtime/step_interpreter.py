@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -64,6 +64,7 @@ class StepFrame:
         store: where what is kept lies, if not on the device.
         random: the model draws random numbers.
         anew: how a lazy output is made of a part where the step leaves rows out.
+        lazy: such outputs, by position among the results.
     """
 
     facts: Facts
@@ -76,6 +77,7 @@ class StepFrame:
     store: Store | None = None
     random: bool = False
     anew: Callable[[Defer], Anew | None] = _as_it_is
+    lazy: dict[int, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node) -> Any:
         """A value of the step, or a size as a number."""
@@ -186,7 +188,7 @@ def _defer(instruction: Defer, frame: StepFrame) -> None:
     given, anew = [frame.value(n) for n in part.inputs], frame.anew(instruction)
     made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
     made.of_the_loss = is_shown(frame.facts, node)
-    frame.values[node] = made
+    frame.lazy[instruction.position] = made
 
 
 def _nothing(instruction: StepInstruction, frame: StepFrame) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,14 @@ class OneLayer(nn.Module):
 
 
 def facts_of(
-    module: nn.Module | Callable[..., Any], *inputs: Any, length_dims: tuple[int, ...] = (1,)
+    module: nn.Module | Callable[..., Any],
+    *inputs: Any,
+    length_dims: tuple[int, ...] = (1,),
+    logits: str = "keep",
 ) -> Facts:
     """Facts after all passes; dim `length_dims[k]` of input k carries the sequence."""
-    return in_backend(analyze, module, *inputs, open_dims=length_dims)
+    run = functools.partial(analyze, logits=logits)
+    return in_backend(run, module, *inputs, open_dims=length_dims)
 
 
 def in_backend(
