@@ -11,17 +11,17 @@ from functools import partial
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout, has_linear_backward
-from .extract import is_random
 from .functional import MutationError, NotPureError
 from .gradients import GradientEdges, reached
-from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .ir import ROW, CapturedGraph, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .purity import is_random
 from .rules import Rule, RuleContext, rule_of
 from .rules.asking import ask
 from .rules.pointwise import align, pointwise
 from .shown import refuse_weights
+from .sources import path
 
 UNKNOWN = "the sequence axis of"
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from .axes import axes
-from .capture import source_line
 from .custom_gradient import CustomFunction
 from .custom_rows import custom_layout
 from .ir import Axis, Facts, Kind, Layout, NotSeparable, Role, Segment, operands, shape_of, tensors_of
+from .op_arguments import sdpa_arguments
 from .rules import Rule, RuleContext, forbid, merge_aligned, rule_of
 from .rules.asking import ask
-from .rules.contractions import sdpa_arguments
 from .size_operands import check_sizes, mentions
+from .sources import source_line
 
 aten = torch.ops.aten
 

@@ -32,8 +32,8 @@ from .ir import (
     tensors_of,
 )
 from .normalize import grouped_source
+from .op_arguments import sdpa_arguments
 from .origins import Origins
-from .rules.contractions import sdpa_arguments
 from .rules.pointwise import ELEMENTWISE_LOSSES, pointwise_ops
 
 aten = torch.ops.aten

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .capture import CapturedGraph
 from .custom_gradient import CustomFunction, Retrace
 from .environment import Environment
-from .extract import is_random
-from .ir import Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .ir import CapturedGraph, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from .normalize import normalize
 from .objective import is_homogeneous
+from .purity import is_random
 from .rules import RuleContext
 from .rules.pointwise import align, pointwise_ops
 from .size_operands import check_sizes, mentions

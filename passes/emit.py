@@ -16,8 +16,7 @@ from . import attention
 from .chunk import EXPANDS, RESHAPES, Evaluation, Size, emit, grouped_columns
 from .ir import Axis, Mask, Role, tensors_of
 from .kernels import Block, CpuFlash, additive, choose
-from .rules import arguments
-from .rules.contractions import sdpa_arguments
+from .op_arguments import arguments, sdpa_arguments
 from .rules.pointwise import LIKE_ANOTHER
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ import sympy
 from torch._logging import trace_structured
 from torch.fx import Node
 
-from .capture import CapturedGraph, path
-from .ir import Facts, Kind, expression, tensors_of
+from .ir import CapturedGraph, Facts, Kind, expression, tensors_of
 from .printing import Printer, Unprintable, place
+from .sources import path
 
 log = logging.getLogger(__package__)
 Observer = Callable[[str, "CapturedGraph | Facts", float], None]

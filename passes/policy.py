@@ -20,7 +20,7 @@ from torch.fx import Node
 from .chunk import ALIGNED, VIEW_ONLY, ChunkProgram
 from .ir import Facts, Kind, Reach, Segment, tensors_of
 from .kernels import choose
-from .rules.contractions import sdpa_arguments
+from .op_arguments import sdpa_arguments
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 

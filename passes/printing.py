@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 from torch.utils._sympy.printers import PythonPrinter
 
-from .capture import source_line
 from .ir import expression
+from .sources import source_line
 
 aten = torch.ops.aten
 WIDTH = 110

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from .cost import changes_in_place, storage_of
 from .ir import expression, shape_of, tensors_of
-from .normalize import is_impure
+from .purity import is_impure
 
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten._unsafe_view.default}  # keep the order of the elements

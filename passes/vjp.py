@@ -21,7 +21,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from . import emit  # noqa: F401  (registers how ops are written)
 from .attention import StateRead
 from .batch import Samples, batch, batch_size
-from .capture import SymbolTable, new_fake_mode
 from .chunk import ChunkProgram, Ranges, State, StateReader
 from .inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked, input_names
 from .ir import Facts, Kind, Mask, PassError, Segment, compiled, expression, operands, tensors_of
@@ -30,6 +29,7 @@ from .policy import attention_outputs
 from .step.build import Builder, Way
 from .step.checker import check
 from .step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
+from .symbols import SymbolTable, new_fake_mode
 from .tracing import trace
 
 Guard = Callable[[Mapping[str, int]], bool]

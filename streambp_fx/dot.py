@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from .passes.capture import path, source_line
 from .passes.ir import Segment
 from .passes.segment import row_bytes
+from .passes.sources import path, source_line
 
 if TYPE_CHECKING:
     from .schedule import Schedule

@@ -21,11 +21,11 @@ from .claims import NotClaimed, Probe
 from .errors import VerificationError
 from .passes import masks
 from .passes.axes import is_secondary
-from .passes.capture import source_line
 from .passes.chunk import ALIGNED
-from .passes.extract import is_random
 from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
+from .passes.purity import is_random
+from .passes.sources import source_line
 from .poison import Operand, Poison, Rows, first_difference
 from .runtime.parts import attribute
 from .runtime.questions import masks_to_test

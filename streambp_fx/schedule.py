@@ -17,10 +17,10 @@ from .folding import repeats
 from .ledger import CAUSES, Moment
 from .options import Options
 from .passes.batch import batch_size
-from .passes.capture import source_line
 from .passes.ir import Facts
 from .passes.policy import Policy, groups, rows_from_outside
 from .passes.segment import row_bytes, samples
+from .passes.sources import source_line
 from .segments import READS, ScheduledSegment
 from .units import readable, readable_work
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..passes.capture import path, source_line
 from ..passes.chunk import ChunkProgram
 from ..passes.ir import Kind, PassError, Segment, evaluate_size
 from ..passes.segment import row_axis
+from ..passes.sources import path, source_line
 from ..passes.vjp import Columns
 from ..runtime.blocks import Step
 from ..runtime.executor import Executor

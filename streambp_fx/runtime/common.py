@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CompileError
-from ..passes.capture import source_line
 from ..passes.ir import PassError
+from ..passes.sources import source_line
 
 REPORT = "Please report this, with this text and the code of the model."
 FALL_BACK = (

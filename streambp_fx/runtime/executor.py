@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..options import Options
 from ..passes.batch import batch_size
-from ..passes.extract import Subgraph, is_random
+from ..passes.extract import Subgraph
 from ..passes.ir import Facts, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.policy import Policy, groups
+from ..passes.purity import is_random
 from ..passes.segment import samples
 from ..passes.shown import is_shown
 from .blocks import Step
