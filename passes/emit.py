@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from . import attention
-from .chunk import EXPANDS, RESHAPES, Evaluation, Size, emit, grouped_columns
+from .evaluation import Evaluation, emit
 from .ir import Axis, Mask, Role, tensors_of
 from .kernels import Block, CpuFlash, additive, choose
 from .op_arguments import arguments, sdpa_arguments
+from .op_sets import EXPANDS, RESHAPES
 from .rules.pointwise import LIKE_ANOTHER
+from .states import Size, grouped_columns
 
 aten = torch.ops.aten
 

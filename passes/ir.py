@@ -179,7 +179,6 @@ class Facts:
     segments: list[Segment] = field(default_factory=list)
     epilogue: list[Node] = field(default_factory=list)
     lazy: dict[int, Node] = field(default_factory=dict)
-    log: list[str] = field(default_factory=list)
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
 
     @property

@@ -51,7 +51,6 @@ OPERATORS: dict[Any, str] = {
 # Arguments that change nothing here, and only make a line longer.
 IDLE = {("pin_memory", False), ("layout", torch.strided), ("non_blocking", False)}
 OWN_OPS = {"streambp_fx::dropout_mask": "dropout_mask"}
-NEEDS_LIBRARY = ("aten", "prims", "streambp_fx")
 
 
 class Unprintable(Exception):

@@ -21,9 +21,9 @@ from .claims import NotClaimed, Probe
 from .errors import VerificationError
 from .passes import masks
 from .passes.axes import is_secondary
-from .passes.chunk import ALIGNED
 from .passes.footprints import mask_facts
 from .passes.ir import Axis, Facts, Kind, Layout, Mixing, Reach, Role, evaluate_size, shape_of
+from .passes.op_sets import ALIGNED
 from .passes.purity import is_random
 from .passes.sources import source_line
 from .poison import Operand, Poison, Rows, first_difference

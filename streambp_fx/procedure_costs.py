@@ -24,7 +24,7 @@ from .ledger import (
 from .options import Options
 from .passes.extract import Subgraph
 from .passes.ir import Facts, Segment, shape_of
-from .passes.policy import attention_outputs, row_bytes_of_attention
+from .passes.kept_attention import attention_outputs, row_bytes_of_attention
 from .passes.step.build import Way
 from .passes.step.instructions import (
     BY_COLUMNS,

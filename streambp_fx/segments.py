@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from .passes.chunk import find_states
 from .passes.cost import op_name
 from .passes.ir import Reach, Segment, shape_of, tensors_of
-from .passes.policy import attention_outputs, row_bytes_of_attention
+from .passes.kept_attention import attention_outputs, row_bytes_of_attention
 from .passes.segment import row_bytes
 from .passes.sources import path
+from .passes.states import find_states
 from .passes.step.instructions import Procedure
 from .passes.step.text import text
 

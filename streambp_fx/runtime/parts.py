@@ -11,7 +11,7 @@ from ..passes.extract import Subgraph
 from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Kind, Mask, Segment, shape_of
 from ..passes.objective import is_linear
-from ..passes.vjp import SegmentPrograms
+from ..passes.programs import SegmentPrograms
 from .streamed import SegmentRunner
 
 # By signature of the segment, body, what is saved, and the dtype of sums.

@@ -19,7 +19,8 @@ import torch
 from opdb_cases import Call
 from streambp_fx.passes import vjp
 from streambp_fx.passes.axes import axes
-from streambp_fx.passes.chunk import ChunkProgram, narrow
+from streambp_fx.passes.chunk import ChunkProgram
+from streambp_fx.passes.evaluation import narrow
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.ir import (
     CapturedGraph,
@@ -32,10 +33,10 @@ from streambp_fx.passes.ir import (
     shape_of,
     tensors_of,
 )
+from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.segment import _judge, connect
 from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
 from streambp_fx.passes.symbols import SymbolTable, new_fake_mode
-from streambp_fx.passes.vjp import SegmentPrograms
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule, Node
