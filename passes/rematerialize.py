@@ -19,7 +19,7 @@ from .cost import changes_in_place, storage_of, tensor_bytes
 from .ir import tensors_of
 from .purity import is_impure, is_random
 from .reuse import in_place_form
-from .simplify import evaluate
+from .rewriting import evaluate
 
 # The chunk for which the peak is looked for: the last of four.
 ROWS, PREFIX = 2048, 6144

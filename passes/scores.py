@@ -24,7 +24,8 @@ import torch
 from torch.fx import Node
 
 from .ir import COLUMN, ROW, Facts, Kind, Mask, Reading, shape_of, tensors_of
-from .masks import MaskFacts, MaskNotUnderstood, constant
+from .mask_facts import MaskFacts
+from .masks import MaskNotUnderstood, constant
 from .op_arguments import arguments
 from .rules import normalize_dim, rule_of
 from .rules.pointwise import pointwise

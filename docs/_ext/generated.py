@@ -64,7 +64,7 @@ def registries() -> dict[str, tuple[str, list[tuple[Any, Callable]]]]:
     importlib.import_module("streambp_fx.passes.emit")  # registers
     from streambp_fx.passes.cost import FLOPS
     from streambp_fx.passes.evaluation import EMIT
-    from streambp_fx.passes.mask_elements import RULES as MASK_RULES
+    from streambp_fx.passes.mask_elements import MASK_RULES
     from streambp_fx.passes.normalize import REWRITES
     from streambp_fx.passes.rules import RULES
 
