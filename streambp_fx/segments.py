@@ -17,7 +17,7 @@ from .passes.step.instructions import Procedure
 from .passes.step.text import text
 
 if TYPE_CHECKING:
-    from .schedule import Schedule
+    from .scheduled_step import ScheduledStep
 
 READS = {
     Reach.CONST: "nothing",
@@ -36,7 +36,7 @@ class ScheduledSegment:
         segment: what the passes made.
     """
 
-    def __init__(self, schedule: Schedule, segment: Segment) -> None:
+    def __init__(self, schedule: ScheduledStep, segment: Segment) -> None:
         self.schedule, self.segment = schedule, segment
 
     def __getattr__(self, name: str) -> Any:

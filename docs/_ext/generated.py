@@ -117,7 +117,9 @@ def api() -> str:
                 f".. autoexception:: streambp_fx.{name}\n   :show-inheritance:"
             )
         else:
-            kinds["Classes"].append(f".. autoclass:: streambp_fx.{name}\n   :members:")
+            kinds["Classes"].append(
+                f".. autoclass:: streambp_fx.{name}\n   :members:\n   :inherited-members:"
+            )
     return "\n".join(
         f"## {kind}\n\n```{{eval-rst}}\n" + "\n\n".join(lines) + "\n```\n" for kind, lines in kinds.items()
     )
