@@ -18,7 +18,7 @@ from .ir import CapturedGraph, Facts, Kind, expression, tensors_of
 from .printing import Printer, Unprintable, place
 from .sources import path
 
-log = logging.getLogger(__package__)
+log = logging.getLogger("streambp_fx.passes")
 Observer = Callable[[str, "CapturedGraph | Facts", float], None]
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("streambp_observers", default=())
 

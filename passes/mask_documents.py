@@ -9,7 +9,6 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from . import mask_views  # noqa: F401  (registers its rules)
 from .mask_elements import (
     COL,
     Elements,

@@ -10,8 +10,6 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import And, Boolean, Or
 from torch import fx
 
-from . import mask_views  # noqa: F401  (registers its rules)
-
 
 @dataclass(frozen=True)
 class Conjunct:

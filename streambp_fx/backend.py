@@ -34,8 +34,8 @@ from .passes.symbols import Lengths
 from .passes.vjp import without_saved_tensors_hooks
 from .progress import announced
 from .registry import Registry
-from .runtime.common import FALL_BACK, REPORT, compile_error
 from .runtime.executor import Executor
+from .runtime.failures import FALL_BACK, REPORT, compile_error
 from .runtime.kinds import StepKind
 from .schedule import Schedule
 

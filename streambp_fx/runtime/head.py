@@ -14,7 +14,7 @@ from ..passes.inputs import Extent
 from ..passes.ir import tensors_of
 from ..passes.step.instructions import BufferKind, Over
 from .blocks import Block, Step, by_chunk, runs
-from .common import refuse_other_backwards
+from .failures import refuse_other_backwards
 from .function import frame_of
 from .interpreter import Frame, run
 from .questions import Questions

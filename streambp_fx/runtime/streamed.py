@@ -21,7 +21,8 @@ from ..passes.segment import row_axis
 from ..passes.step.build import Way
 from ..passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from .blocks import Block, Part, Step, counts
-from .common import compile_error, split_rows
+from .common import split_rows
+from .failures import compile_error
 from .rounding import is_added, rounded
 
 if TYPE_CHECKING:
