@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from . import attention, masks
+from .attention import dropout_mask
 from .ir import (
     Axis,
     Kind,
@@ -21,6 +21,7 @@ from .ir import (
     shape_of,
     tensors_of,
 )
+from .masks import materialize
 from .op_sets import ALIGNED
 from .states import Ranges, Size, StateReader, edges
 
@@ -126,7 +127,7 @@ class Evaluation:
                 else:
                     first, length = self.ranges.interval(axis.role)
                     dims.append((first, first + length))
-            self.blocks[key] = masks.materialize(node, tuple(dims), self.fetch, self.is_whole)
+            self.blocks[key] = materialize(node, tuple(dims), self.fetch, self.is_whole)
         return self.blocks[key]
 
     def is_whole(self, node: Node) -> bool:
@@ -177,7 +178,7 @@ class Evaluation:
         The seed is that of the chunk and of the op: not every program of a segment runs all of its ops.
         """
         number = self.program.segment.nodes.index(node)
-        mask = attention.dropout_mask(value.detach(), probability, self.seed + 1 + number)
+        mask = dropout_mask(value.detach(), probability, self.seed + 1 + number)
         return value * mask
 
 

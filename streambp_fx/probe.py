@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from .captured_run import CapturedRun
 from .claims import NotClaimed, Probe
 from .errors import VerificationError
-from .passes import masks
 from .passes.axes import is_secondary
 from .passes.footprints import mask_facts
 from .passes.ir import Facts, Kind, Mixing, Reach, Role
+from .passes.mask_data import first_column_open
 from .passes.purity import is_random
 from .passes.sources import source_line
 from .poison import Operand, Poison, first_difference
@@ -175,7 +175,7 @@ class IndependenceProbe(CapturedRun):
         """
         mask = mixing.mask
         uncertain = mask is not None and self.masks.get(mask)
-        if uncertain and not masks.first_column_open(
+        if uncertain and not first_column_open(
             mask_facts(self.facts, mask),
             self.values.__getitem__,  # type: ignore[arg-type]
         ):
