@@ -51,7 +51,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch) -> str:
             raise ZeroDivisionError("a fault in lower, in the program of the backward")
         return lower(*args)
 
-    monkeypatch.setattr(sys.modules["streambp_fx.passes.vjp"], "lower", broken)
+    monkeypatch.setattr(sys.modules["streambp_fx.passes.programs"], "lower", broken)
     return "pass 'lower' failed"
 
 
