@@ -40,16 +40,16 @@ import torch
 from . import losses  # noqa: F401  (registers its rewrites)
 from .autocast import autocast
 from .axes import axes
-from .capture import CapturedGraph, capture
+from .capture import capture
 from .footprints import footprints
-from .ir import Facts, PassError, tensors_of
+from .ir import CapturedGraph, Facts, PassError, tensors_of
 from .log import report
 from .normalize import normalize
 from .order import order
 from .outputs import outputs
 from .segment import segment
-from .sequence import Lengths
 from .share import share
+from .symbols import Lengths
 
 
 def analyze(

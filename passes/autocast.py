@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .capture import CapturedGraph
-from .ir import tensors_of
+from .ir import CapturedGraph, tensors_of
 
 aten = torch.ops.aten
 REGION_OPS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)

@@ -6,22 +6,20 @@ that happens to equal the sequence length says nothing: the sequence is a symbol
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .capture import CapturedGraph, path
 from .custom_gradient import CustomFunction
-from .custom_rows import custom_layout, has_linear_backward
-from .extract import is_random
+from .custom_rows import FunctionCall, has_linear_backward
 from .functional import MutationError, NotPureError
 from .gradients import GradientEdges, reached
-from .ir import ROW, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .ir import ROW, CapturedGraph, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .purity import is_random
 from .rules import Rule, RuleContext, rule_of
 from .rules.asking import ask
 from .rules.pointwise import align, pointwise
 from .shown import refuse_weights
+from .sources import path
 
 UNKNOWN = "the sequence axis of"
 
@@ -128,6 +126,17 @@ def _kind(facts: Facts, node: Node) -> Kind:
     return Kind.SQUARE if degree > 1 or Kind.SQUARE in kinds else Kind.WHOLE
 
 
+def custom_layout(context: RuleContext, node: Node) -> Layout:
+    """Rows of a custom autograd function stay rows if all ops of forward and backward are elementwise on one
+    shape, or by their rules.
+    """
+    call = FunctionCall(context.facts, node)
+    if call.is_elementwise():
+        return align(context, call.tensors[0], call.tensors)
+    context.seen.update(call.tensors)
+    return call.layout(axes(call.captured))
+
+
 def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     if node.op in ("placeholder", "get_attr"):
         # NOTE [seeds]: inputs whose size is the declared sequence symbol itself carry the sequence.
@@ -139,7 +148,7 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
         return (None,) * tensors_of(node)[0].dim()
     function = rule_of(node.target)
     if isinstance(node.target, CustomFunction):
-        function = partial(custom_layout, analysis=axes)
+        function = custom_layout
     try:
         if opaque is not None:
             raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .axes import axes
-from .capture import source_line
+from .axes import custom_layout
 from .custom_gradient import CustomFunction
-from .custom_rows import custom_layout
 from .ir import Axis, Facts, Kind, Layout, NotSeparable, Role, Segment, operands, shape_of, tensors_of
+from .op_arguments import sdpa_arguments
 from .rules import Rule, RuleContext, forbid, merge_aligned, rule_of
 from .rules.asking import ask
-from .rules.contractions import sdpa_arguments
 from .size_operands import check_sizes, mentions
+from .sources import source_line
 
 aten = torch.ops.aten
 
@@ -155,7 +153,7 @@ def _layout(context: RuleContext, node: Node, given: bool) -> Layout:
 
 def _rule(node: Node) -> Rule | None:
     if isinstance(node.target, CustomFunction):
-        return partial(custom_layout, analysis=axes)
+        return custom_layout
     if node.target in FILLS | REPEATS:
         return _repeated
     if node.target is aten.scaled_dot_product_attention.default:

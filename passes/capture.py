@@ -7,16 +7,12 @@ At the pre-dispatch level `linear`, `layer_norm`, `scaled_dot_product_attention`
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import sympy
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .custom_gradient import Retrace
@@ -29,110 +25,10 @@ from .functional import (
     changes_something,
     functional,
 )
-from .ir import evaluate, expression, shape_of, tensors_of
-from .sequence import Lengths, values_of
+from .ir import CapturedGraph, expression, shape_of, tensors_of
+from .sources import source_expression, source_name
+from .symbols import Lengths, SymbolTable, new_fake_mode
 from .tracing import trace
-
-IN_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
-
-
-@dataclass
-class CapturedGraph:
-    """One captured forward.
-
-    Attributes:
-        module: pre-dispatch ATen graph; every node has `meta["val"]` (a fake tensor or a SymInt).
-        parameters: placeholders that are parameters of the model, with the name Dynamo gives them.
-        differentiable: placeholders that require a gradient.
-        autocast: True if autocast was on around the graph.
-        sequence: the size symbol of the sequence length; None if the inputs have none, or several that
-            nobody told apart.
-        guards: what tracing assumed about the sizes; to be tested before the graph is used for others.
-        values: of the size symbols, in the call for which the graph was captured.
-        opaque: inputs that are no plain tensors (quantised weights), with the name of their class.
-        written: placeholders of inputs that the model changes in place. Their new values are the graph's last
-            outputs; the graph itself changes nothing.
-        laid_out: placeholders that are taken to be contiguous, whatever the input is.
-    """
-
-    module: torch.fx.GraphModule
-    parameters: dict[torch.fx.Node, str] = field(default_factory=dict)
-    differentiable: set[torch.fx.Node] = field(default_factory=set)
-    autocast: bool = False
-    sequence: sympy.Symbol | None = None
-    guards: list[sympy.Expr] = field(default_factory=list)
-    values: dict[sympy.Symbol, int] = field(default_factory=dict)
-    opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
-    written: list[torch.fx.Node] = field(default_factory=list)
-    laid_out: set[torch.fx.Node] = field(default_factory=set)
-
-
-class SymbolTable:
-    """Symbolic integers of a fresh ShapeEnv, made for those of the graph that came in.
-
-    Args:
-        shape_env: the environment of the new symbols.
-        lengths: which symbols are the sequence length: they become one symbol. None: each symbol becomes one
-            of its own.
-    """
-
-    def __init__(self, shape_env: ShapeEnv, lengths: Lengths | None = None) -> None:
-        self.shape_env, self.lengths = shape_env, lengths
-        self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
-        self._length: torch.SymInt | None = None
-        self._samples: dict[int, torch.SymInt] = {}  # by value
-
-    def found(self, meaning: Collection[sympy.Symbol]) -> list[sympy.Expr]:
-        """What became of symbols of the incoming graph: symbols, or what tracing found them equal to."""
-        made = (self._symbols.get(s) for s in meaning)
-        return [size.node.expr for size in made if isinstance(size, torch.SymInt)]
-
-    def values(self) -> dict[sympy.Symbol, int]:
-        """The value of each symbol made so far."""
-        found = (size.node for size in self._symbols.values() if isinstance(size, torch.SymInt))
-        return {n.expr: int(n.hint) for n in found if isinstance(n.expr, sympy.Symbol)}
-
-    def new(self, name: str, hint: int, start: bool = False) -> torch.SymInt:
-        """A fresh symbolic integer, assumed to be at least 2 (0 for the start of a range)."""
-        symbol = self.shape_env.create_symbol(
-            hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=start
-        )
-        return self.shape_env.create_symintnode(symbol, hint=hint)
-
-    def translate(self, value: int | torch.SymInt) -> int | torch.SymInt:
-        """The size `value` of the incoming graph as a size of the new environment."""
-        if not isinstance(value, torch.SymInt):
-            return value
-        expression = value.node.expr
-        if not expression.free_symbols:
-            return int(expression)
-        ordered = sorted(expression.free_symbols, key=str)
-        return evaluate(expression, {s: self._size(value, s) for s in ordered})
-
-    def _size(self, value: torch.SymInt, symbol: sympy.Symbol) -> int | torch.SymInt:
-        known = {} if self.lengths is None else self.lengths.values
-        if self.lengths is not None and self.lengths.fixed and symbol in self.lengths.others:
-            return known[symbol]
-        shared = self.lengths is not None and symbol in self.lengths.sequence
-        if shared and self._length is not None:
-            return self._length
-        if symbol not in self._symbols:
-            hint = known.get(symbol) or values_of(value)[symbol]
-            if self.lengths is not None and symbol in self.lengths.samples:
-                return self._size_of_batch(symbol, hint)
-            longer = self.lengths.longer if self.lengths is not None and shared else 0
-            self._symbols[symbol] = self.new(str(symbol), hint - longer)
-            if shared:
-                self._length = self._symbols[symbol] + longer
-                return self._length
-        return self._symbols[symbol]
-
-    def _size_of_batch(self, symbol: sympy.Symbol, hint: int) -> torch.SymInt:
-        """Batch sizes of inputs are one symbol, as lengths are (`sequence`, NOTE [one sequence length])."""
-        if hint not in self._samples:
-            self._samples[hint] = self.new(str(symbol), hint)
-        self._symbols[symbol] = self._samples[hint]
-        return self._symbols[symbol]
 
 
 def _fake_input(
@@ -160,16 +56,6 @@ def has_own_strides(value: torch.Tensor, lengths: Lengths) -> bool:
     """
     symbols = {s for stride in value.stride() for s in expression(stride).free_symbols}
     return not symbols <= set(lengths.values)
-
-
-def new_fake_mode() -> FakeTensorMode:
-    """A fake mode with symbols of its own.
-
-    Its cache of op results is off: with symbolic sizes it costs a third of the tracing time and saves little.
-    """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    mode.cache_enabled = False
-    return mode
 
 
 def capture(
@@ -297,41 +183,3 @@ def is_autocast_on(module: torch.fx.GraphModule) -> bool:
     """True if autocast is on for a device of the graph's tensors."""
     devices = {v.device.type for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
     return any(torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d) for d in devices)
-
-
-def source_expression(placeholder: torch.fx.Node) -> str:
-    """The expression in which Dynamo found an input: `L['self']._modules['norm']._parameters['weight']`."""
-    argument = placeholder.meta.get("grapharg")
-    name = argument.source.name if argument is not None else placeholder.name
-    return name() if callable(name) else name
-
-
-def path(placeholder: torch.fx.Node) -> str:
-    """Dotted name of a captured parameter or buffer in its model, "model.norm.weight"; an input's name."""
-    source = placeholder.meta.get("source", "")
-    parts = [p for p in IN_MODULE.findall(source) if p != "_orig_mod"]
-    if parts:
-        return ".".join(parts)
-    words = re.findall(r"[A-Za-z_]\w*", source)
-    return words[-1] if words else placeholder.name
-
-
-def source_name(placeholder: torch.fx.Node) -> str:
-    """Readable name of a Dynamo input: `model.layers.0.mlp.up_proj.weight`, or the argument's name."""
-    name = source_expression(placeholder)
-    for table in ("_modules", "_parameters", "_buffers"):
-        name = name.replace(f".{table}[", "[")
-    parts = [p.strip("'\"") for p in name.replace("]", "").replace("L[", "").split("[")]
-    return ".".join(p for p in parts if p not in ("self", "args", "kwargs", "model"))
-
-
-def source_line(node: torch.fx.Node) -> str:
-    """`file.py:123: code` of the model's source line that made `node`, or its name if unknown."""
-    lines = [line.rstrip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    for position in range(len(lines) - 1, -1, -1):
-        text = lines[position].strip()
-        if text.startswith("File "):
-            file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            code = lines[position + 1].strip() if position + 1 < len(lines) else ""
-            return f"{file}:{line}: {code}"
-    return node.name

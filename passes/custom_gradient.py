@@ -22,8 +22,8 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .determinism import is_deterministic
 from .functional import HookError, Memory, MutationError, drops_nothing, plain
-from .rules.quantised import is_deterministic
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}

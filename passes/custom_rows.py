@@ -7,42 +7,24 @@ function reads besides (a quantised weight) may go through any op, but no gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .capture import CapturedGraph
 from .custom_gradient import CustomFunction, Retrace
 from .environment import Environment
-from .extract import is_random
-from .ir import Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from .ir import CapturedGraph, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from .normalize import normalize
 from .objective import is_homogeneous
-from .rules import RuleContext
-from .rules.pointwise import align, pointwise_ops
+from .purity import is_random
+from .rules.pointwise import pointwise_ops
 from .size_operands import check_sizes, mentions
 from .tracing import trace
 
-Analysis = Callable[[CapturedGraph], Facts]
 WHAT = "a custom autograd function"
 _POINTWISE = frozenset(pointwise_ops())
-
-
-def custom_layout(context: RuleContext, node: Node, analysis: Analysis) -> Layout:
-    """Rows stay rows if all ops of forward and backward are elementwise on one shape, or by their rules.
-
-    Args:
-        context: of the graph that the function is called in.
-        node: the call.
-        analysis: the pass that gives kinds and axes to a graph (`axes`).
-    """
-    call = _Call(context.facts, node)
-    if call.is_elementwise():
-        return align(context, call.tensors[0], call.tensors)
-    context.seen.update(call.tensors)
-    return call.layout(analysis)
 
 
 def has_linear_backward(facts: Facts, node: Node) -> bool:
@@ -51,7 +33,7 @@ def has_linear_backward(facts: Facts, node: Node) -> bool:
     Such a function of a weight may be called in each chunk: the sum of its gradients is that of the sum.
     """
     try:
-        call = _Call(facts, node)
+        call = FunctionCall(facts, node)
     except NotSeparable:
         return False
     arguments = len(node.args)
@@ -59,7 +41,7 @@ def has_linear_backward(facts: Facts, node: Node) -> bool:
     return all(is_homogeneous(nodes, cotangents, gradient) for gradient in call.results[call.outputs :])
 
 
-class _Call:
+class FunctionCall:
     """A call of a custom autograd function, and the graph of its forward and backward.
 
     Args:
@@ -127,9 +109,12 @@ class _Call:
         values = (n for n in self.captured.module.graph.nodes if n.op == "call_function" and tensors_of(n))
         return all(shape_of(n) in shapes | {()} and _by_entries(n) for n in values)
 
-    def layout(self, analysis: Analysis) -> Layout:
-        """The layout of the outputs by the rules of the ops; NotSeparable where a row is made of others."""
-        inner = analysis(self.captured)
+    def layout(self, inner: Facts) -> Layout:
+        """The layout of the outputs by the rules of the ops; NotSeparable where a row is made of others.
+
+        Args:
+            inner: kinds and axes of `captured`.
+        """
         pairs = self._gradients()
         _check_rows(inner, (*self.results[: self.outputs], *(made for _, made in pairs)))
         for argument, placeholder in zip(self.node.args, self.placeholders, strict=False):

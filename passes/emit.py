@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from . import attention
-from .chunk import EXPANDS, RESHAPES, Evaluation, Size, emit, grouped_columns
+from .attention import PrefixAttention, attend, attend_plainly, causal_block
+from .evaluation import Evaluation, emit
 from .ir import Axis, Mask, Role, tensors_of
 from .kernels import Block, CpuFlash, additive, choose
-from .rules import arguments
-from .rules.contractions import sdpa_arguments
+from .op_arguments import arguments, sdpa_arguments
+from .op_sets import EXPANDS, RESHAPES
 from .rules.pointwise import LIKE_ANOTHER
+from .states import Size, grouped_columns
 
 aten = torch.ops.aten
 
@@ -170,7 +171,7 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     if in_place is not None and kernel is not None:
         bias = kernel.bias(mask, query, in_place[2])
         extra = (run.ranges.prefix, causal, call["scale"])
-        found = attention.PrefixAttention.apply(query, *in_place, bias, kernel, *extra)
+        found = PrefixAttention.apply(query, *in_place, bias, kernel, *extra)
         if node in run.program.keep:
             run.program.kept += found
         return found[0]
@@ -178,13 +179,13 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     kernel = choose(query, key, value, mask) if call["dropout_p"] == 0.0 else None
     if kernel is not None and not torch.is_grad_enabled():
         bias = kernel.bias(mask, query, key)
-        return attention.attend(kernel, query, key, value, bias, run.ranges.prefix, causal, call["scale"])[0]
+        return attend(kernel, query, key, value, bias, run.ranges.prefix, causal, call["scale"])[0]
     if isinstance(kernel, CpuFlash):
         return _on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
     if causal:
         mask = _causal_block(run, query)
     drop = (lambda w: run.dropout(node, w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
-    return attention.attend_plainly(query, key, value, mask, call["scale"], drop)
+    return attend_plainly(query, key, value, mask, call["scale"], drop)
 
 
 def _on_columns(
@@ -211,7 +212,7 @@ def _on_columns(
 
 def _causal_block(run: Evaluation, query: Tensor) -> Tensor:
     ranges = run.ranges
-    return attention.causal_block(ranges.prefix, ranges.rows, ranges.columns, query.device)
+    return causal_block(ranges.prefix, ranges.rows, ranges.columns, query.device)
 
 
 def _mask_rows(run: Evaluation, mask: Node) -> Tensor:

@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from .capture import SymbolTable, new_fake_mode
 from .ir import evaluate, expression
+from .symbols import SymbolTable, new_fake_mode
 
 
 class Environment:

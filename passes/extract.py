@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .custom_gradient import CustomFunction
-from .functional import drops_nothing
 from .ir import Facts, Kind, operands
-from .rules import arguments
-from .rules.contractions import sdpa_arguments
-from .rules.quantised import is_deterministic
+from .purity import is_random
 
 # NOTE [weights with operations of their own]: a tensor subclass (a quantised weight) may override the
 # function that people call, and not the op that it becomes.
@@ -49,22 +45,6 @@ class Subgraph:
         returned = set(facts.outputs)
         self.frozen = [k for k, n in enumerate(outputs) if n not in facts.needs_grad]
         self.returned = [k for k, n in enumerate(outputs) if n in returned]
-
-
-def is_random(node: Node) -> bool:
-    """True for an op that draws random numbers, or of which nobody knows that it does not.
-
-    Of PyTorch's own ops a tag says that one may, and its arguments that it does. An op of another package
-    draws none if it has a rule, or is known to be a function of its operands.
-    """
-    if isinstance(node.target, CustomFunction):
-        return node.target.draws
-    if not isinstance(node.target, torch._ops.OpOverload) or is_deterministic(node.target):
-        return False
-    if node.target is torch.ops.aten.dropout.default:
-        return not drops_nothing(**arguments(node))
-    attention = node.target is torch.ops.aten.scaled_dot_product_attention.default
-    return not attention or sdpa_arguments(node)["dropout_p"] != 0
 
 
 def _comes_in(facts: Facts, node: Node, given: set[Node]) -> bool:

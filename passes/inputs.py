@@ -12,11 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from .capture import SymbolTable
-from .chunk import Ranges, narrow
+from .evaluation import narrow
 from .ir import Facts, evaluate, expression, shape_of, sum_dtype, tensors_of
 from .segment import row_axis
+from .states import Ranges
 from .step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
+from .symbols import SymbolTable
 
 SIZES = ("rows", "prefix", "low", "total")
 # Lengths that are traced as numbers and not as symbols: symbolic shapes specialise on 0 and 1.

@@ -179,7 +179,6 @@ class Facts:
     segments: list[Segment] = field(default_factory=list)
     epilogue: list[Node] = field(default_factory=list)
     lazy: dict[int, Node] = field(default_factory=dict)
-    log: list[str] = field(default_factory=list)
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
 
     @property
@@ -313,3 +312,34 @@ def shape_degree(tensor: torch.Tensor, sequence: sympy.Symbol) -> int:
 def operands(node: Node) -> list[Node]:
     """Nodes a node reads, in order, each once."""
     return list(dict.fromkeys(node.all_input_nodes))
+
+
+@dataclass
+class CapturedGraph:
+    """One captured forward.
+
+    Attributes:
+        module: pre-dispatch ATen graph; every node has `meta["val"]` (a fake tensor or a SymInt).
+        parameters: placeholders that are parameters of the model, with the name Dynamo gives them.
+        differentiable: placeholders that require a gradient.
+        autocast: True if autocast was on around the graph.
+        sequence: the size symbol of the sequence length; None if the inputs have none, or several that
+            nobody told apart.
+        guards: what tracing assumed about the sizes; to be tested before the graph is used for others.
+        values: of the size symbols, in the call for which the graph was captured.
+        opaque: inputs that are no plain tensors (quantised weights), with the name of their class.
+        written: placeholders of inputs that the model changes in place. Their new values are the graph's last
+            outputs; the graph itself changes nothing.
+        laid_out: placeholders that are taken to be contiguous, whatever the input is.
+    """
+
+    module: torch.fx.GraphModule
+    parameters: dict[torch.fx.Node, str] = field(default_factory=dict)
+    differentiable: set[torch.fx.Node] = field(default_factory=set)
+    autocast: bool = False
+    sequence: sympy.Symbol | None = None
+    guards: list[sympy.Expr] = field(default_factory=list)
+    values: dict[sympy.Symbol, int] = field(default_factory=dict)
+    opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
+    written: list[torch.fx.Node] = field(default_factory=list)
+    laid_out: set[torch.fx.Node] = field(default_factory=set)

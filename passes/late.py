@@ -13,9 +13,8 @@ import sympy
 from torch.fx import Graph, Node
 
 from .cost import Memory
-from .extract import is_random
 from .functional import written_operands
-from .normalize import is_impure
+from .purity import is_impure, is_random
 
 
 def late(graph: Graph) -> None:

@@ -14,11 +14,11 @@ import sympy
 from torch._logging import trace_structured
 from torch.fx import Node
 
-from .capture import CapturedGraph, path
-from .ir import Facts, Kind, expression, tensors_of
+from .ir import CapturedGraph, Facts, Kind, expression, tensors_of
 from .printing import Printer, Unprintable, place
+from .sources import path
 
-log = logging.getLogger(__package__)
+log = logging.getLogger("streambp_fx.passes")
 Observer = Callable[[str, "CapturedGraph | Facts", float], None]
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("streambp_observers", default=())
 

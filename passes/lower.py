@@ -19,7 +19,7 @@ from . import sparse_gradients  # noqa: F401  (registers its rewrites)
 from .functional import changes_something, written_operands
 from .ir import tensors_of
 from .late import late
-from .normalize import is_impure
+from .purity import is_impure
 from .rematerialize import rematerialize, typical
 from .reuse import reuse
 from .simplify import simplify

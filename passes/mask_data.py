@@ -16,7 +16,7 @@ from .mask_elements import BATCH, COL, ROW, tensor
 from .predicates import difference, implies
 
 if TYPE_CHECKING:
-    from .masks import MaskFacts
+    from .mask_facts import MaskFacts
 
 Truth = Any  # bool, or a bool tensor without dims that is not read yet
 

@@ -1,6 +1,6 @@
 """One element of a tensor as a symbolic expression, and one block of it as a tensor.
 
-Both are demand-driven walks from a node to its operands, by the rules registered in `RULES` for the ops:
+Both are demand-driven walks from a node to its operands, by the rules registered in `MASK_RULES` for the ops:
 
 - `Elements.at(node, index)`: the value at a symbolic index. Bool tensors give a sympy Boolean; the others
   give *cases*, a tuple of (condition, value) of which exactly one condition holds. A value is a Python float
@@ -144,12 +144,12 @@ class MaskRule:
     build: Callable[[Blocks, fx.Node, Dims, dict[fx.Node, torch.Tensor]], torch.Tensor]
 
 
-RULES: dict[Any, MaskRule] = {}
+MASK_RULES: dict[Any, MaskRule] = {}
 
 
 def rule_for(node: fx.Node) -> MaskRule:
     """The rule of the node's op; raises MaskNotUnderstood if there is none."""
-    rule = RULES.get(node.target) if node.op == "call_function" else None
+    rule = MASK_RULES.get(node.target) if node.op == "call_function" else None
     if rule is None:
         raise MaskNotUnderstood(node, f"no mask rule for {node.target}")
     return rule

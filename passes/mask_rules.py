@@ -18,102 +18,21 @@ from torch import fx
 
 from .mask_elements import (
     MAX_CASES,
-    RULES,
-    Blocks,
     Cases,
-    Dims,
     Elements,
     Index,
     Leaf,
     MaskNotUnderstood,
-    MaskRule,
     is_tensor,
     leaf_of,
     number,
     prune,
-    shape,
     tensor,
     to_boolean,
 )
-
-aten = torch.ops.aten
-
-# Integer arithmetic may be exact in these; whether what it makes fits is looked at (`mask_elements._fits`).
-EXACT = (torch.int32, torch.int64)
-
-
-# --- Blocks: the defaults -------------------------------------------------------------------------
-
-
-def aligned(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
-    """All tensor operands, their dims aligned from the right as broadcasting does."""
-    return [(n, broadcast(node, n, dims)) for n in node.all_input_nodes if is_tensor(n)]
-
-
-def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
-    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right."""
-    sizes, out = shape(operand), shape(node)
-    if len(sizes) > len(out):
-        raise MaskNotUnderstood(node, f"{operand.name} has more dims than the result")
-    tail = len(out) - len(sizes)
-    if any(s not in (1, o) for s, o in zip(sizes, out[tail:], strict=True)):
-        raise MaskNotUnderstood(node, f"cannot align {operand.name} {sizes} with {out}")
-    return values[tail:]
-
-
-def call(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-    """The op itself on the operands' blocks."""
-
-    def value(n: fx.Node) -> Any:
-        return operands[n] if n in operands else blocks.fetch(n)
-
-    return node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
-
-
-def mask_rule(
-    *ops: Any, operands: Callable = aligned, build: Callable = call
-) -> Callable[[Callable], Callable]:
-    """Register the decorated element rule, with its block side, for `ops`."""
-
-    def register(element: Callable) -> Callable:
-        for op in ops:
-            RULES[op] = MaskRule(element, operands, build)
-        return element
-
-    return register
-
-
-def own(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument `name` of the node's op, whether passed by position, by name or not at all."""
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            if not argument.kwarg_only and position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, argument.default_value if argument.has_default_value() else default)
-    return default
-
-
-def own_dim(node: fx.Node, name: str = "dim") -> int:
-    """The argument `name` as a non-negative dim of the first operand."""
-    return own(node, name, 0) % len(shape(node.args[0]))
-
-
-def scalar_leaf(node: fx.Node, arg: Any) -> Leaf:
-    """A number, SymInt or SymInt node among the arguments as a leaf."""
-    if isinstance(arg, fx.Node):
-        arg = arg.meta.get("val")
-    if isinstance(arg, torch.SymInt):
-        return arg.node.expr
-    if isinstance(arg, (bool, int, float)):
-        return leaf_of(arg)
-    raise MaskNotUnderstood(node, f"argument {arg} is not a number")
-
+from .mask_registry import EXACT, aten, broadcast, mask_rule, one_element, own, scalar_leaf
 
 # --- Element by element ---------------------------------------------------------------------------
-
-
-def _constant(value: float | int, dtype: torch.dtype, ndim: int = 0) -> torch.Tensor:
-    return torch.full((1,) * ndim, value, dtype=dtype, device="cpu")
 
 
 def products(node: fx.Node, operands: list[Cases]) -> Iterable[tuple[Boolean, list[Leaf]]]:
@@ -161,7 +80,7 @@ def _combine(
     out = tensor(node).dtype
     if not scalars and all(v is not None for v in numbers.values()):
         known = {n: v for n, v in numbers.items() if v is not None}
-        like = {n: _constant(v, tensor(n).dtype, tensor(n).dim()) for n, v in known.items()}
+        like = {n: one_element(v, tensor(n).dtype, tensor(n).dim()) for n, v in known.items()}
         args, kwargs = fx.map_arg((node.args, node.kwargs), like.__getitem__)
         return leaf_of(node.target(*args, **kwargs).item())
     if exact is not None and dtypes <= {*EXACT, torch.bool} and out in (*EXACT, torch.bool):
@@ -308,7 +227,7 @@ def _converted(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cas
     def convert(leaf: Leaf) -> Leaf:
         value = number(leaf)
         if value is not None:
-            return leaf_of(_constant(value, source).to(dtype).item())
+            return leaf_of(one_element(value, source).to(dtype).item())
         if dtype.is_floating_point:
             return elements.unknown(node, index)[0][1]
         known = not leaf.has(sympy.core.function.AppliedUndef)
@@ -317,103 +236,3 @@ def _converted(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cas
         raise MaskNotUnderstood(node, f"conversion from {source} to {dtype}")
 
     return tuple((c, convert(leaf)) for c, leaf in elements.cases(node.args[0], index))
-
-
-# --- Choices and fills ----------------------------------------------------------------------------
-
-
-def _choice(elements: Elements, node: fx.Node, index: Index, condition: fx.Node, yes: Any, no: Any) -> Cases:
-    """Cases of `yes where condition else no`, in the dtype of `node`."""
-
-    def cases(arg: Any) -> Cases:
-        if is_tensor(arg):
-            return elements.cases(arg, broadcast(node, arg, index))
-        return ((sympy.true, scalar_leaf(node, arg)),)
-
-    holds = to_boolean(elements.cases(condition, broadcast(node, condition, index)))
-    chosen = [(And(holds, c), leaf) for c, leaf in cases(yes)]
-    chosen += [(And(Not(holds), c), leaf) for c, leaf in cases(no)]
-    return tuple((c, _stored(node, leaf)) for c, leaf in chosen)
-
-
-def _stored(node: fx.Node, leaf: Leaf) -> Leaf:
-    """`leaf` as an element of `node`."""
-    dtype = tensor(node).dtype
-    value = number(leaf)
-    if value is not None:
-        return leaf_of(_constant(value, dtype).item())
-    if (dtype in EXACT and leaf.is_integer) or (dtype.is_floating_point and not leaf.is_integer):
-        return leaf
-    raise MaskNotUnderstood(node, f"an unknown value stored as {dtype}")
-
-
-@mask_rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
-def _where(elements: Elements, node: fx.Node, index: Index) -> Cases:
-    """One of two elements, by a condition."""
-    return _choice(elements, node, index, *node.args)
-
-
-@mask_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def _masked_fill(elements: Elements, node: fx.Node, index: Index) -> Cases:
-    """The element or a constant, by a condition."""
-    source, condition, value = node.args
-    return _choice(elements, node, index, condition, value, source)
-
-
-def _band_block(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> torch.Tensor:
-    (block,) = operands.values()
-    row, col = ((0 if d is None else d[0]) for d in dims[-2:])
-    rows = torch.arange(row, row + block.shape[-2], device=block.device)
-    cols = torch.arange(col, col + block.shape[-1], device=block.device)
-    distance = cols - rows.unsqueeze(-1)
-    diagonal = blocks.scalar(own(node, "diagonal"))
-    kept = distance >= diagonal if node.target is aten.triu.default else distance <= diagonal
-    return torch.where(kept, block, torch.zeros((), dtype=block.dtype, device=block.device))
-
-
-@mask_rule(aten.triu.default, aten.tril.default, build=_band_block)
-def _band(elements: Elements, node: fx.Node, index: Index) -> Cases:
-    """The element on one side of a diagonal, zero on the other."""
-    diagonal = scalar_leaf(node, own(node, "diagonal"))
-    distance = index[-1] - index[-2]
-    kept = distance >= diagonal if node.target is aten.triu.default else distance <= diagonal
-    cases = elements.cases(node.args[0], index)
-    zero = _stored(node, sympy.S.Zero)
-    return (*((And(kept, c), leaf) for c, leaf in cases), (Not(kept), zero))
-
-
-def block_sizes(blocks: Blocks, node: fx.Node, dims: Dims, sizes: Any) -> list[Any]:
-    """Sizes of a block: of its intervals, else what the argument `sizes` of the op says."""
-    return [blocks.scalar(s) if d is None else d[1] - d[0] for s, d in zip(sizes, dims, strict=True)]
-
-
-def _fill(node: fx.Node) -> Any:
-    """The value that a full-like op writes."""
-    name = node.target._opname
-    return 1 if "ones" in name else 0 if "zeros" in name else own(node, "fill_value")
-
-
-def _filled(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict) -> torch.Tensor:
-    sizes = block_sizes(blocks, node, dims, own(node, "size"))
-    value, like = blocks.scalar(_fill(node)), tensor(node)
-    return torch.full(sizes, value, dtype=like.dtype, device=like.device)
-
-
-def _filled_element(elements: Elements, node: fx.Node, index: Index) -> Cases:
-    """A constant."""
-    return ((sympy.true, _stored(node, scalar_leaf(node, _fill(node)))),)
-
-
-mask_rule(
-    *(aten.full.default, aten.ones.default, aten.zeros.default),
-    *(aten.new_full.default, aten.new_ones.default, aten.new_zeros.default),
-    operands=lambda node, dims: [],
-    build=_filled,
-)(_filled_element)
-mask_rule(aten.full_like.default, aten.ones_like.default, aten.zeros_like.default)(_filled_element)
-
-
-@mask_rule(aten.scalar_tensor.default)
-def _scalar(elements: Elements, node: fx.Node, index: Index) -> Cases:
-    """A number."""
-    return ((sympy.true, _stored(node, scalar_leaf(node, node.args[0]))),)

@@ -22,7 +22,7 @@ from .mask_elements import (
     shape,
     tensor,
 )
-from .mask_rules import EXACT, aten, broadcast, mask_rule, own, own_dim, scalar_leaf
+from .mask_registry import EXACT, aten, broadcast, mask_rule, own, own_dim, scalar_leaf
 from .predicates import implies
 
 

@@ -6,28 +6,28 @@ a window, that it is plain causal apart from conditions on data (padding, packed
 `data_holds` checks these conditions in time linear in T, and `materialize` builds the rows and columns of one
 chunk where the mask itself is needed. Every proof is conservative: False means "not proved".
 
-mask_elements: the two walks over the graph. mask_rules, mask_views: the rules of the ops. predicates: the
-proofs. mask_data: the tests at run time.
+mask_elements: the two walks over the graph. mask_rules, mask_fills, mask_views: the rules of the ops.
+predicates: the proofs. mask_facts: what was proved. mask_data: the tests at run time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from sympy.core.function import AppliedUndef
-from sympy.core.relational import Relational
 from sympy.logic.boolalg import And, Boolean, Not, Or, to_nnf
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import mask_views  # noqa: F401  (registers its rules)
+from . import mask_fills, mask_views  # noqa: F401  (they register rules)
 from .ir import Reading
 from .mask_data import data_condition, data_holds, first_column_condition, first_column_open
+from .mask_documents import replaced, within_one_run
 from .mask_elements import (
     BATCH,
     COL,
@@ -47,8 +47,9 @@ from .mask_elements import (
     to_boolean,
     to_cases,
 )
-from .mask_rules import aten, is_masked, own, own_dim
-from .predicates import difference, greatest, implies
+from .mask_facts import Conjunct, MaskFacts
+from .mask_rules import is_masked
+from .predicates import greatest, implies
 
 __all__ = [
     "Conjunct",
@@ -66,86 +67,6 @@ __all__ = [
 ]
 
 CAUSAL = COL <= ROW
-
-
-@dataclass(frozen=True)
-class Conjunct:
-    """One of the conditions that a mask is the conjunction of.
-
-    Attributes:
-        kind: "causal" (exactly j <= i), "window" (exactly j > i - window), "data" (depends on the values of
-            tensors) or "other" (depends on positions alone).
-        predicate: the condition.
-        window: the length of a window in rows, else None.
-    """
-
-    kind: str
-    predicate: Boolean
-    window: int | None = None
-
-    def __str__(self) -> str:
-        if self.kind in ("causal", "window"):
-            return self.kind if self.window is None else f"window {self.window}"
-        return _text(self.predicate)
-
-
-@dataclass(frozen=True)
-class MaskFacts:
-    """What was proved about a mask. If `understood` is False nothing was, and `reason` says why.
-
-    Attributes:
-        node: the node of the mask.
-        understood: the mask was evaluated to a predicate.
-        reason: why it was not, in one line.
-        kind: "bool" (a choice), "additive" (a float that is added to the scores) or "factor" (that the scores
-            are multiplied by). A mask of several parts is additive if one of them is.
-        predicate: row i attends to column j. Additive: the value is not masked, that is, above finfo.min / 2.
-        causal: proved that the predicate implies j <= i.
-        window: smallest w for which the predicate is proved to imply j > i - w; None if there is none.
-        plain: the predicate is exactly j <= i, and nothing is added to attended scores.
-        has_bias: a value other than zero is added to attended scores (ALiBi).
-        conjuncts: the conditions one by one.
-        plain_without_data: without the data conjuncts, the predicate is exactly j <= i; and there is no bias.
-        window_without_data: `window` of the predicate without the data conjuncts.
-        band_without_data: without the data conjuncts, the predicate is exactly j <= i and
-            j > i - window_without_data; and there is no bias.
-        infinite: what is hidden is minus infinity everywhere, not a finite number; for an additive mask.
-        finite: no element is infinite; for a factor.
-        linear: linear nodes that the predicate or the bias reads, by the name of the function in their place.
-        bias: the unknown values added to attended scores, as applications of such functions.
-        bounds: what holds for i and j.
-    """
-
-    node: fx.Node
-    understood: bool
-    reason: str = ""
-    kind: str = "bool"
-    predicate: Boolean = sympy.true
-    causal: bool = False
-    window: int | None = None
-    plain: bool = False
-    has_bias: bool = False
-    conjuncts: tuple[Conjunct, ...] = ()
-    plain_without_data: bool = False
-    window_without_data: int | None = None
-    band_without_data: bool = False
-    infinite: bool = False
-    finite: bool = False
-    linear: dict[str, fx.Node] = field(default_factory=dict, compare=False, repr=False)
-    bias: tuple[sympy.Expr, ...] = ()
-    bounds: tuple[Boolean, ...] = ()
-
-    def describe(self) -> str:
-        """One readable line, such as `causal and padding[b, j]`."""
-        if not self.understood:
-            return f"not understood: {self.reason}"
-        text = " and ".join(map(str, self.conjuncts)) or "every column"
-        if self.has_bias:
-            text += f", plus {', '.join(map(_text, self.bias)) or 'a constant'}"
-        return text
-
-    def __str__(self) -> str:
-        return self.describe()
 
 
 # --- Analysis -------------------------------------------------------------------------------------
@@ -300,57 +221,11 @@ def _conjuncts(elements: Elements, predicate: Boolean) -> list[Boolean]:
     """The conjuncts; where documents are told apart by their positions, positions become indices."""
     conjuncts = list(And.make_args(to_nnf(predicate, simplify=False)))
     for conjunct in list(conjuncts):
-        known = _within_one_run(elements, conjunct)
+        known = within_one_run(elements, conjunct)
         if known is not None:
-            conjuncts = [c if c == conjunct else _replace(c, *known) for c in conjuncts]
+            conjuncts = [c if c == conjunct else replaced(c, *known) for c in conjuncts]
     flat = And.make_args(to_nnf(And(*conjuncts), simplify=False))
     return sorted((c for c in flat if c is not sympy.true), key=lambda c: (c.has(AppliedUndef), str(c)))
-
-
-def _within_one_run(elements: Elements, conjunct: Boolean) -> tuple[sympy.Expr, sympy.Expr] | None:
-    """A position and what it equals, if `conjunct` says that two rows lie in one run of positions.
-
-    `run = cumsum(diff(p) != 1)` is constant only over rows where p increases by one from row to row, so
-    `run[b, i] == run[b, j]` implies `p[b, j] == p[b, i] + j - i`. With this a mask that compares the
-    positions of packed documents is proved causal, whatever positions the caller passes.
-    """
-    if not (isinstance(conjunct, sympy.Eq) and all(isinstance(s, AppliedUndef) for s in conjunct.args)):
-        return None
-    left, right = sorted(conjunct.args, key=lambda side: side.has(COL))
-    positions = _positions_of_runs(elements.linear.get(left.func.__name__))
-    *batch, row = left.args
-    if positions is None or left.func != right.func or list(right.args[:-1]) != batch:
-        return None
-    col = right.args[-1]
-    there, here = (elements.integer(positions, (*batch, at)) for at in (col, row))
-    return (there, here + col - row) if isinstance(there, AppliedUndef) and there != here else None
-
-
-def _positions_of_runs(node: fx.Node | None) -> fx.Node | None:
-    """p, if `node` is `cumsum(diff(p, prepend=one element) != 1)` over the last dim, else None."""
-    if node is None or node.target is not aten.cumsum.default or tensor(node).dtype is not torch.int64:
-        return None
-    jumps = node.args[0]
-    if (
-        jumps.target is not aten.ne.Scalar
-        or jumps.args[1] != 1
-        or jumps.args[0].target is not aten.diff.default
-    ):
-        return None
-    differences = jumps.args[0]
-    positions, prepend, last = differences.args[0], own(differences, "prepend"), len(shape(node)) - 1
-    plain = own(differences, "n") == 1 and own(differences, "append") is None and prepend is not None
-    if not plain or own_dim(differences) != last or own_dim(node) != last or shape(prepend)[last] != 1:
-        return None
-    return positions if tensor(positions).dtype is torch.int64 else None
-
-
-def _replace(condition: Boolean, old: sympy.Expr, new: sympy.Expr) -> Boolean:
-    """`condition` with `old` replaced and like terms of its relations collected."""
-    if not condition.has(old):
-        return condition
-    changed = {r: r.func(sympy.expand(difference(r).subs(old, new)), 0) for r in condition.atoms(Relational)}
-    return condition.xreplace(changed)
 
 
 def _classify(conjunct: Boolean, bounds: tuple[Boolean, ...]) -> Conjunct:
@@ -379,20 +254,6 @@ def _exactly(condition: Boolean, other: Boolean, bounds: tuple[Boolean, ...]) ->
 
 def _applications(expr: sympy.Basic) -> set[AppliedUndef]:
     return expr.atoms(AppliedUndef)
-
-
-def _text(expr: sympy.Basic) -> str:
-    """`f[b, j]` for applications, `f[b, j]` and `not f[b, j]` for tests of them against zero."""
-    if isinstance(expr, AppliedUndef):
-        return f"{expr.func.__name__}[{', '.join(map(_text, expr.args))}]"
-    if isinstance(expr, (sympy.Ne, sympy.Eq)) and isinstance(expr.lhs, AppliedUndef) and expr.rhs == 0:
-        return ("not " if isinstance(expr, sympy.Eq) else "") + _text(expr.lhs)
-    if isinstance(expr, (And, Or)):
-        return "(" + (" and " if isinstance(expr, And) else " or ").join(map(_text, expr.args)) + ")"
-    if isinstance(expr, Relational):
-        return f"{_text(expr.lhs)} {expr.rel_op} {_text(expr.rhs)}"
-    names = {f: sympy.Symbol(_text(f)) for f in expr.atoms(AppliedUndef)}
-    return str(expr.xreplace(names))
 
 
 # --- Blocks ---------------------------------------------------------------------------------------

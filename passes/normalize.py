@@ -16,10 +16,10 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
-from .capture import CapturedGraph
-from .functional import NotPureError, changes_something
-from .ir import expression, shape_of
-from .rules.contractions import sdpa_arguments
+from .functional import NotPureError
+from .ir import CapturedGraph, expression, shape_of
+from .op_arguments import sdpa_arguments
+from .purity import is_impure
 from .rules.pointwise import pointwise_ops
 
 aten = torch.ops.aten
@@ -74,11 +74,6 @@ def _refuse_shared_name(node: Node, replacement: Node) -> None:
 def is_returned(node: Node) -> bool:
     """True for a value that the graph returns."""
     return any(user.op == "output" for user in node.users)
-
-
-def is_impure(node: Node) -> bool:
-    """True for a node that must stay though nobody reads it. A random op that nobody reads may go."""
-    return node.op in ("placeholder", "output") or changes_something(node)
 
 
 def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

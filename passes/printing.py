@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 from torch.utils._sympy.printers import PythonPrinter
 
-from .capture import source_line
 from .ir import expression
+from .sources import source_line
 
 aten = torch.ops.aten
 WIDTH = 110
@@ -51,7 +51,6 @@ OPERATORS: dict[Any, str] = {
 # Arguments that change nothing here, and only make a line longer.
 IDLE = {("pin_memory", False), ("layout", torch.strided), ("non_blocking", False)}
 OWN_OPS = {"streambp_fx::dropout_mask": "dropout_mask"}
-NEEDS_LIBRARY = ("aten", "prims", "streambp_fx")
 
 
 class Unprintable(Exception):

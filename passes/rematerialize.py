@@ -16,11 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from .cost import changes_in_place, storage_of, tensor_bytes
-from .extract import is_random
 from .ir import tensors_of
-from .normalize import is_impure
+from .purity import is_impure, is_random
 from .reuse import in_place_form
-from .simplify import evaluate
+from .rewriting import evaluate
 
 # The chunk for which the peak is looked for: the last of four.
 ROWS, PREFIX = 2048, 6144

@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .extract import is_random
 from .ir import Reading, Role, tensors_of
+from .purity import is_random
 from .scores import ORDINARY, SOFTMAXES, Call, Hidden, Score, Scores, normalised_dim, transfer
 
 aten = torch.ops.aten

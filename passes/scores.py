@@ -24,8 +24,10 @@ import torch
 from torch.fx import Node
 
 from .ir import COLUMN, ROW, Facts, Kind, Mask, Reading, shape_of, tensors_of
-from .masks import MaskFacts, MaskNotUnderstood, constant
-from .rules import arguments, normalize_dim, rule_of
+from .mask_facts import MaskFacts
+from .masks import MaskNotUnderstood, constant
+from .op_arguments import arguments
+from .rules import normalize_dim, rule_of
 from .rules.pointwise import pointwise
 
 aten = torch.ops.aten

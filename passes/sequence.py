@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -17,34 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .ir import expression
+from .sources import source_name
+from .symbols import Lengths, values_of
 
 OPTION = 'name its dim with options={"seq_dim": {...}}'
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The size symbols of a Dynamo graph by meaning.
-
-    Attributes:
-        sequence: symbols that stand for the sequence length; all have the same value.
-        others: every other symbol in the sizes of the inputs.
-        samples: of the others those that stand for the batch size: the first dim of inputs whose second dim
-            is the sequence. Those that have the same value become one symbol.
-        values: the value of each symbol in the call for which the graph is captured.
-        fixed: the others are numbers to the passes, and not symbols.
-        longer: rows that inputs have more than the sequence that is streamed: 1 where a function makes tokens
-            and labels of one input, `ids[:, :-1]` and `ids[:, 1:]`; -1 where the symbol is that of inputs
-            with a row for each prediction, and the tokens are one more.
-        reason: why there is no sequence, if there is none.
-    """
-
-    sequence: frozenset[sympy.Symbol] = frozenset()
-    others: frozenset[sympy.Symbol] = frozenset()
-    samples: frozenset[sympy.Symbol] = frozenset()
-    values: Mapping[sympy.Symbol, int] = field(default_factory=dict)
-    fixed: bool = False
-    longer: int = 0
-    reason: str | None = None
 
 
 class AmbiguousSequence(Exception):
@@ -195,7 +170,6 @@ def _named(
 
 def is_called(placeholder: Node, name: str) -> bool:
     """True if a user who says `name` means this input: an argument, or the last part of its path."""
-    from .capture import source_name
 
     own = source_name(placeholder)
     return name in (own, own.rsplit(".", 1)[-1], placeholder.name)
@@ -260,13 +234,6 @@ def _hint(size: int | torch.SymInt) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     return int(size.node.expr.subs(values_of(size)))
-
-
-def values_of(size: torch.SymInt) -> dict[sympy.Symbol, int]:
-    """The values that the symbols of a size had when it was traced."""
-    env = size.node.shape_env
-    known = getattr(env, "backed_var_to_val", None) or env.var_to_val
-    return {s: int(known[s]) for s in size.node.expr.free_symbols}
 
 
 def where_read(module: GraphModule, symbols: Sequence[sympy.Symbol]) -> list[tuple[int, int | None]]:

@@ -15,82 +15,32 @@ NOTE [what a rewrite keeps]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import sympy
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
-from .cost import changes_in_place, storage_of
-from .ir import expression, shape_of, tensors_of
-from .normalize import is_impure
+from .ir import shape_of, tensors_of
+from .rewriting import (
+    FULL_PRECISION,
+    SIMPLIFICATIONS,
+    VIEWS,
+    Program,
+    dtype_of,
+    evaluate,
+    form,
+    is_returned,
+    is_smaller,
+    is_view,
+    rule,
+    storages,
+)
 
 aten = torch.ops.aten
-VIEWS = {aten.view.default, aten._unsafe_view.default}  # keep the order of the elements
 MULTIPLES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 # Products by the arguments that are their factors.
 FACTORS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.addmm_.default: (1, 2)}
-FULL_PRECISION = {torch.float32, torch.float64}
-END = 2**63 - 1
-
-
-class Program:
-    """A graph, the last op that changes each storage in place, and whether it has values in float64."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.is_double = any(v.dtype == torch.float64 for n in graph.nodes for v in tensors_of(n))
-        self.changes: dict[int, Node] = {}
-        for node in graph.nodes:
-            if changes_in_place(node):
-                self.changes.update(dict.fromkeys(_storages(node, node.args[0]), node))
-
-    def stays(self, since: Node, *nodes: Node) -> bool:
-        """True if values may be read at any time from `since` on: nothing changes them there any more."""
-        found = (self.changes.get(key) for key in _storages(*nodes))
-        return all(n is None or n < since for n in found)
-
-    def insert(self, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node, with its fake value; the source line and the origin are those of `like`."""
-        with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "tensor_meta")}
-        evaluate(node)
-        return node
-
-    def replace(self, node: Node, new: Node) -> bool:
-        """Use `new` for `node`, unless the two differ in form."""
-        same = _form(new) == _form(node)
-        if same:
-            node.replace_all_uses_with(new)
-        self.drop(node if same else new)
-        return same
-
-    def drop(self, node: Node) -> None:
-        """Erase a node that nobody reads, and what was made for it alone."""
-        pending = [node]
-        while pending:
-            node = pending.pop()
-            if not node.users and not node._erased and not is_impure(node):
-                pending.extend(node.all_input_nodes)
-                self.graph.erase_node(node)
-
-
-Rule = Callable[[Program, Node], "Node | None"]
-RULES: dict[Any, list[Rule]] = {}
-
-
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register a rewrite: it returns the node to use instead, or None to leave the node alone."""
-
-    def register(function: Rule) -> Rule:
-        for op in ops:
-            RULES.setdefault(op, []).append(function)
-        return function
-
-    return register
 
 
 def simplify(graph: Graph) -> None:
@@ -109,13 +59,13 @@ def simplify(graph: Graph) -> None:
 
 def _rewritten(program: Program, node: Node) -> Node | None:
     """What a rule put in the place of a node; None if there is no rule for it."""
-    if node._erased or node.target not in RULES or not node.users or not tensors_of(node):
+    if node._erased or node.target not in SIMPLIFICATIONS or not node.users or not tensors_of(node):
         return None
     if not program.stays(node, node):
         return None
     if program.is_double and dtype_of(node) != torch.float64:
         return None
-    for function in RULES[node.target]:
+    for function in SIMPLIFICATIONS[node.target]:
         new = function(program, node)
         if new is not None and program.replace(node, new):
             return new
@@ -167,7 +117,7 @@ def _matrix_of(node: Node, product: Node) -> Node | None:
     """The matrix of a product's form that a value is a view of."""
     while node.target in VIEWS and shape_of(node) != shape_of(product):
         node = node.args[0]  # type: ignore[assignment]
-    return node if _form(node) == _form(product) else None
+    return node if form(node) == form(product) else None
 
 
 def _inner(product: Node) -> float:
@@ -181,7 +131,7 @@ def _may_wait(product: Node) -> bool:
     thin, given = product.args
     while given.target in (*VIEWS, aten.t.default):
         given = given.args[0]
-    return given.op == "placeholder" and _is_smaller(thin, product)
+    return given.op == "placeholder" and is_smaller(thin, product)
 
 
 @rule(aten.add.Tensor)
@@ -195,7 +145,7 @@ def sum_with_elementwise_product(program: Program, node: Node) -> Node | None:
         factors = product.args
         if product < other or not all(isinstance(n, Node) and tensors_of(n) for n in factors):
             continue
-        if program.stays(product, other) and all(_form(n)[-2:] == _form(node)[-2:] for n in factors):
+        if program.stays(product, other) and all(form(n)[-2:] == form(node)[-2:] for n in factors):
             return program.insert(product, node, aten.addcmul.default, other, *factors)
     return None
 
@@ -259,7 +209,7 @@ def _multiple(node: Node) -> float | None:
 def by_one(program: Program, node: Node) -> Node | None:
     """`x ** 1` and `x * 1` are x. What is returned stays a value of its own."""
     exponent = node.args[1] if node.target is aten.pow.Tensor_Scalar else _multiple(node)
-    own = _is_returned(node) or not program.stays(node, node.args[0])
+    own = is_returned(node) or not program.stays(node, node.args[0])
     return node.args[0] if exponent == 1 and not own else None
 
 
@@ -270,7 +220,7 @@ def scalar_into_products(program: Program, node: Node) -> Node | None:
     Only if nobody but products reads the multiple. In half precision only if the scalar is gone then.
     """
     factor, source = _multiple(node), node.args[0]
-    if factor is None or _form(source) != _form(node) or not program.stays(node, source):
+    if factor is None or form(source) != form(node) or not program.stays(node, source):
         return None
     readers = list(_readers(node))
     for reader, operand in readers:
@@ -278,7 +228,7 @@ def scalar_into_products(program: Program, node: Node) -> Node | None:
         if reader.target not in FACTORS or operand in others:
             return None
         scaled = reader.target is aten.mm.default
-        if scaled and not (_is_smaller(reader, source) and dtype_of(node) in FULL_PRECISION):
+        if scaled and not (is_smaller(reader, source) and dtype_of(node) in FULL_PRECISION):
             return None
         if scaled and not program.stays(reader, reader):
             return None
@@ -341,37 +291,10 @@ def there_and_back(program: Program, node: Node) -> Node | None:
     """A view of a view that undoes it is the value. What is returned stays a value of its own."""
     seen = node.args[0]
     both = (seen.target in VIEWS and node.target in VIEWS) or seen.target is node.target is aten.t.default
-    return seen.args[0] if both and _form(seen.args[0]) == _form(node) and not _is_returned(node) else None
+    return seen.args[0] if both and form(seen.args[0]) == form(node) and not is_returned(node) else None
 
 
 # ---- values
-
-
-def _storages(*nodes: Node) -> set[int]:
-    return {storage_of(v) for n in nodes for v in tensors_of(n)}
-
-
-def dtype_of(node: Node) -> torch.dtype:
-    return tensors_of(node)[0].dtype
-
-
-def _form(node: Node) -> tuple:
-    """Shape, strides, dtype and device of a value; steps along a dim of one element mean nothing."""
-    value = tensors_of(node)[0]
-    sizes = tuple(expression(s) for s in value.shape)
-    strides = (expression(s) if n != 1 else 0 for n, s in zip(sizes, value.stride(), strict=True))
-    return (sizes, *strides, value.dtype, value.device)
-
-
-def _is_smaller(first: Node, second: Node) -> bool:
-    """True if a value has fewer elements than another, whatever the sizes are."""
-    more = sympy.expand(sympy.Mul(*shape_of(second)) - sympy.Mul(*shape_of(first)))
-    return bool(more.is_positive)
-
-
-def _is_returned(node: Node) -> bool:
-    """True if the program returns a value or a view of it."""
-    return any(n.op == "output" or (_is_view(n) and _is_returned(n)) for n in node.users)
 
 
 def _fold_conjugates(graph: Graph) -> None:
@@ -385,20 +308,8 @@ def _fold_conjugates(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_view(node: Node) -> bool:
-    return node.target in VIEWS or getattr(node.target, "is_view", False)
-
-
-def evaluate(node: Node) -> None:
-    """Give a node its fake value."""
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    mode = next(v.fake_mode for n in node.all_input_nodes for v in tensors_of(n))  # type: ignore[attr-defined]
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
 def _renew_views(graph: Graph) -> None:
     """Views of values that have taken other places lie in their storages: `reuse` and the cost go by that."""
     for node in graph.nodes:
-        if _is_view(node) and _storages(node) != _storages(node.args[0]):
+        if is_view(node) and storages(node) != storages(node.args[0]):
             evaluate(node)

@@ -12,7 +12,8 @@ import torch
 from torch.fx import Node
 
 from .ir import shape_of
-from .simplify import FULL_PRECISION, Program, dtype_of, is_plain, rule
+from .rewriting import FULL_PRECISION, Program, dtype_of, rule
+from .simplify import is_plain
 
 aten = torch.ops.aten
 ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)

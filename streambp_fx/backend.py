@@ -26,15 +26,16 @@ from .hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .options import Options
 from .passes import PassError, analyze
 from .passes.axes import is_secondary
-from .passes.capture import source_line, source_name
 from .passes.functional import NotPureError
 from .passes.ir import Facts
-from .passes.sequence import Lengths, find_lengths, is_called, lengths_read, where_read
+from .passes.sequence import find_lengths, is_called, lengths_read, where_read
+from .passes.sources import source_line, source_name
+from .passes.symbols import Lengths
 from .passes.vjp import without_saved_tensors_hooks
 from .progress import announced
 from .registry import Registry
-from .runtime.common import FALL_BACK, REPORT, compile_error
 from .runtime.executor import Executor
+from .runtime.failures import FALL_BACK, REPORT, compile_error
 from .runtime.kinds import StepKind
 from .schedule import Schedule
 

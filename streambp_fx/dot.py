@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from .passes.capture import path, source_line
 from .passes.ir import Segment
 from .passes.segment import row_bytes
+from .passes.sources import path, source_line
 
 if TYPE_CHECKING:
-    from .schedule import Schedule
+    from .scheduled_step import ScheduledStep
 
 WHOLE = 'style="dashed", color="firebrick"'
 
 
-def dot(schedule: Schedule) -> str:
+def dot(schedule: ScheduledStep) -> str:
     """Graphviz text: segments as boxes, what flows between them as edges with bytes a row of the batch.
 
     The carried state of a segment is an edge to itself. What runs whole is dashed, with its reason.
@@ -47,7 +47,7 @@ def _box(segment: Segment) -> str:
     return f'label="{_quoted(title + reason)}", {WHOLE}'
 
 
-def _edges(schedule: Schedule, segment: Segment, made: dict[Node, str]) -> Iterator[str]:
+def _edges(schedule: ScheduledStep, segment: Segment, made: dict[Node, str]) -> Iterator[str]:
     own = f"segment_{segment.index}"
     sources = [*segment.rows, *(n for n in segment.constants if n in made)]
     for node in sources:
@@ -59,13 +59,13 @@ def _edges(schedule: Schedule, segment: Segment, made: dict[Node, str]) -> Itera
         yield f'  {own} -> {own} [label="state\\n{_bytes(state)}"];'
 
 
-def _label(schedule: Schedule, node: Node) -> str:
+def _label(schedule: ScheduledStep, node: Node) -> str:
     name = path(node) if node.op == "placeholder" else node.name
     size = row_bytes(schedule.facts, node)
     return f'label="{_quoted(name)}' + ("" if math.isinf(size) else f"\\n{_bytes(size)}") + '"'
 
 
-def _last(schedule: Schedule, output: Node) -> list[Node]:
+def _last(schedule: ScheduledStep, output: Node) -> list[Node]:
     """Values of segments that the outputs are made of without a segment between."""
     made = {n for s in schedule.segments for n in s.outputs}
     pending, seen = list(output.all_input_nodes), set()

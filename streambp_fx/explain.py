@@ -15,7 +15,8 @@ from .backend import compile_graph
 from .errors import CaptureError
 from .options import Options
 from .schedule import Schedule
-from .transform import StreamedForward, transform, untransformed
+from .streamed_forward import StreamedForward
+from .transform import transform, untransformed
 
 
 class _Explained(Exception):

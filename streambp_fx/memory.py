@@ -12,7 +12,7 @@ import sympy
 from . import unstreamed
 from .cost import StepCost
 from .ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes
-from .schedule import Schedule
+from .scheduled_step import ScheduledStep
 from .unstreamed import UnstreamedMoment
 
 #: A part of the step: the phase and the segment that runs.
@@ -33,7 +33,7 @@ class StepMemory:
         checkpointing, eager: the same step unstreamed, as `unstreamed.timeline` gives it; bytes.
     """
 
-    schedule: Schedule
+    schedule: ScheduledStep
     cost: StepCost
     sizes: Sizes
     streamed: list[Moment]
@@ -42,7 +42,7 @@ class StepMemory:
     _expressions: dict[str, sympy.Expr] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(schedule: Schedule) -> StepMemory:
+    def of(schedule: ScheduledStep) -> StepMemory:
         """The memory of a schedule's step, for its sequence length or else that of the captured call.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from .errors import OutputError
 from .files import check_writable, write_whole
 from .memory import WAYS, StepMemory, thinned
-from .schedule import Schedule
+from .scheduled_step import ScheduledStep
 from .units import readable
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -23,7 +23,7 @@ LABELS = {"eager": "eager", "checkpointing": "gradient checkpointing", "streamed
 BINS = 600
 
 
-def plot_memory(schedule: Schedule, path: str | Path, title: str | None = None) -> None:
+def plot_memory(schedule: ScheduledStep, path: str | Path, title: str | None = None) -> None:
     """Draw the memory of a step, see `Schedule.plot_memory`."""
     path, figure_class = check_picture(path), _figure_class()
     memory = StepMemory.of(schedule)

@@ -21,7 +21,7 @@ from .ledger import (
     Sizes,
 )
 from .passes.ir import Segment, shape_of
-from .passes.policy import row_bytes_of_attention
+from .passes.kept_attention import row_bytes_of_attention
 from .passes.schedule.program import Call, Value, ValueKind
 from .passes.step.instructions import (
     Allocate,

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from .passes.capture import path
-from .passes.chunk import find_states
 from .passes.cost import op_name
 from .passes.ir import Reach, Segment, shape_of, tensors_of
-from .passes.policy import attention_outputs, row_bytes_of_attention
+from .passes.kept_attention import attention_outputs, row_bytes_of_attention
 from .passes.segment import row_bytes
+from .passes.sources import path
+from .passes.states import find_states
 from .passes.step.instructions import Procedure
 from .passes.step.text import text
 
 if TYPE_CHECKING:
-    from .schedule import Schedule
+    from .scheduled_step import ScheduledStep
 
 READS = {
     Reach.CONST: "nothing",
@@ -36,7 +36,7 @@ class ScheduledSegment:
         segment: what the passes made.
     """
 
-    def __init__(self, schedule: Schedule, segment: Segment) -> None:
+    def __init__(self, schedule: ScheduledStep, segment: Segment) -> None:
         self.schedule, self.segment = schedule, segment
 
     def __getattr__(self, name: str) -> Any:

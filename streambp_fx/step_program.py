@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from .passes.capture import path
 from .passes.ir import Facts
 from .passes.schedule.checker import check_step
 from .passes.schedule.program import StepProgram
 from .passes.schedule.text import step_text, step_to_json
+from .passes.sources import path
 
 
-class ScheduledStep:
+class StepListing:
     """What a training step does, in order, for a batch without padding. `print` shows it.
 
     Args:

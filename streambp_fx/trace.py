@@ -13,8 +13,7 @@ from torch import nn
 from .errors import CaptureError, UnknownPassError
 from .explain import _Explained, _prepared
 from .options import Options
-from .passes.capture import CapturedGraph
-from .passes.ir import Facts
+from .passes.ir import CapturedGraph, Facts
 from .passes.log import masks_text, observed, program_text
 from .schedule import Schedule
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .claims import NotClaimed, Probe, SegmentSummary
 from .passes.ir import Reach
-from .schedule import READS
+from .segments import READS
 
 SHOWN = 10  # lines of one kind, at most
 

@@ -21,7 +21,8 @@ from .options import LOSS_CHUNK, Options
 from .passes.ir import Facts
 from .probe import IndependenceProbe, check_not_random
 from .schedule import Schedule
-from .transform import StreamedForward, restore, transform
+from .streamed_forward import StreamedForward
+from .transform import restore, transform
 from .verification import GradientCheck, LossCheck, Verification
 
 # What sums taken in another order may change, relative to the norm. Models compute norms, softmax and the

@@ -62,9 +62,9 @@ def table(title: str, registry: Iterable[tuple[Any, Callable]]) -> list[str]:
 def registries() -> dict[str, tuple[str, list[tuple[Any, Callable]]]]:
     """Everything that is registered for single ops: heading, what the first column says, op and function."""
     importlib.import_module("streambp_fx.passes.emit")  # registers
-    from streambp_fx.passes.chunk import EMIT
     from streambp_fx.passes.cost import FLOPS
-    from streambp_fx.passes.mask_elements import RULES as MASK_RULES
+    from streambp_fx.passes.evaluation import EMIT
+    from streambp_fx.passes.mask_elements import MASK_RULES
     from streambp_fx.passes.normalize import REWRITES
     from streambp_fx.passes.rules import RULES
 
@@ -117,7 +117,9 @@ def api() -> str:
                 f".. autoexception:: streambp_fx.{name}\n   :show-inheritance:"
             )
         else:
-            kinds["Classes"].append(f".. autoclass:: streambp_fx.{name}\n   :members:")
+            kinds["Classes"].append(
+                f".. autoclass:: streambp_fx.{name}\n   :members:\n   :inherited-members:"
+            )
     return "\n".join(
         f"## {kind}\n\n```{{eval-rst}}\n" + "\n\n".join(lines) + "\n```\n" for kind, lines in kinds.items()
     )

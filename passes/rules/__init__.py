@@ -8,113 +8,36 @@ of the result are made of rows of the operands. An op without a rule is not sepa
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from . import (  # noqa: F401  (register their rules)
+    complex_values,
+    contractions,
+    indexing,
+    pointwise,
+    quantised,
+    reductions,
+    scatters,
+    shapes,
+)
+from .registry import (
+    RULES,
+    Rule,
+    RuleContext,
+    forbid,
+    merge_aligned,
+    merge_axis,
+    normalize_dim,
+    rule,
+    rule_of,
+)
 
-import sympy
-from torch.fx import Node
-
-from ..ir import Axis, Facts, Kind, Layout, Mixing, NotSeparable, Role
-
-Rule = Callable[["RuleContext", Node], Layout]
-RULES: dict[Any, Rule] = {}
-
-
-def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Register a function as the rule of these ops; those of other packages by name, "package::op"."""
-
-    def register(function: Rule) -> Rule:
-        for op in ops:
-            assert op not in RULES, f"two rules for {op}"
-            RULES[op] = function
-        return function
-
-    return register
-
-
-def rule_of(target: Any) -> Rule | None:
-    """The rule of what a node calls."""
-    return RULES.get(target) or RULES.get(getattr(getattr(target, "_schema", None), "name", None))
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an op by name, as its schema binds them, defaults among them."""
-    names, defaults = _signature(node.target)
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-@functools.cache
-def _signature(op: Any) -> tuple[list[str], dict[str, Any]]:
-    given = op._schema.arguments
-    return [a.name for a in given], {a.name: a.default_value for a in given if a.has_default_value()}
-
-
-class RuleContext:
-    """What a rule may ask and say.
-
-    Attributes:
-        seen: operands that the rule that is being asked has looked at.
-    """
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.seen: set[Node] = set()
-
-    def rank(self, node: Node) -> int:
-        return node.meta["val"].dim()
-
-    def layout(self, node: Any) -> Layout:
-        """Layout of an operand; operands without the sequence have no axis."""
-        if not isinstance(node, Node):
-            return ()
-        self.seen.add(node)
-        known = self.facts.layouts.get(node)
-        if known is None:
-            raise NotSeparable(f"the sequence axis of operand {node.name} is unknown")
-        return known
-
-    def is_stream(self, node: Any) -> bool:
-        return isinstance(node, Node) and self.facts.kinds.get(node) is Kind.STREAM
-
-    def ignores(self, node: Any) -> None:
-        """Say that the values of an operand do not matter (it lends its dtype)."""
-        self.seen.add(node)
-
-    def mixes(self, mixing: Mixing) -> None:
-        """Record that the op reads some operands by columns."""
-        self.facts.mixings[mixing.node] = mixing
-
-
-def has_row(layout: Layout) -> bool:
-    return any(a is not None and a.role is Role.ROW for a in layout)
-
-
-def normalize_dim(dim: int, rank: int) -> int:
-    return dim % rank if rank else 0
-
-
-def forbid(layout: Layout, dims: list[int], what: str, role: Role | None = None) -> None:
-    """Raise if any of `dims` carries the sequence (in `role`, if given)."""
-    for dim in dims if layout else ():
-        axis = layout[dim]
-        if axis is not None and (role is None or axis.role is role):
-            raise NotSeparable(f"{what} the sequence axis (dim {dim})")
-
-
-def merge_axis(first: Axis | None, second: Axis | None) -> Axis | None:
-    """The common axis of two aligned dims, neither of size 1."""
-    if first is not None and second is not None and first != second:
-        raise NotSeparable(f"aligned dims carry different sequence axes ({first} and {second})")
-    return first if first is not None else second
-
-
-def merge_aligned(result: list[Axis | None], layout: Layout, shape: Sequence[sympy.Expr]) -> None:
-    """Merge the axes of an operand into those of a broadcast, from the right; a dim of size 1 has none."""
-    for offset in range(1, len(layout) + 1):
-        axis = layout[-offset]
-        if axis is not None and shape[-offset] != 1:
-            result[-offset] = merge_axis(result[-offset], axis)
-
-
-from . import complex_values, contractions, indexing, pointwise, quantised, reductions, scatters, shapes  # noqa: E402,F401
+__all__ = [
+    "RULES",
+    "Rule",
+    "RuleContext",
+    "forbid",
+    "merge_aligned",
+    "merge_axis",
+    "normalize_dim",
+    "rule",
+    "rule_of",
+]

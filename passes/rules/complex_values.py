@@ -6,7 +6,8 @@ import torch
 from torch.fx import Node
 
 from ..ir import Layout
-from . import RuleContext, arguments, forbid, rule
+from ..op_arguments import arguments
+from .registry import RuleContext, forbid, rule
 
 aten = torch.ops.aten
 

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from ..ir import COLUMN, Axis, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, shape_of
-from . import RuleContext, arguments, forbid, merge_aligned, rule
+from ..op_arguments import arguments, sdpa_arguments
+from .registry import RuleContext, forbid, merge_aligned, rule
 
 aten = torch.ops.aten
 
@@ -93,17 +94,6 @@ def _batch(ctx: RuleContext, node: Node, left: Node, right: Node, a: Layout, b: 
     result: list[Axis | None] = [None] * (ctx.rank(node) - 2)
     for operand, layout in ((left, a), (right, b)):
         merge_aligned(result, layout[:-2], shape_of(operand)[:-2])
-    return result
-
-
-def sdpa_arguments(node: Node) -> dict[str, Any]:
-    """Arguments of `scaled_dot_product_attention` by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    result: dict[str, Any] = {
-        "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
-    }  # fmt: skip
-    result.update(zip(names, node.args, strict=False))
-    result.update(node.kwargs)
     return result
 
 

@@ -6,7 +6,8 @@ import torch
 from torch.fx import Node
 
 from ..ir import Kind, Layout, NotSeparable, shape_of
-from . import RuleContext, arguments, forbid, merge_aligned, merge_axis, normalize_dim, rule
+from ..op_arguments import arguments
+from .registry import RuleContext, forbid, merge_aligned, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten
 

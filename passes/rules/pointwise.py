@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from ..ir import ROW, Axis, Kind, Layout, NotSeparable, Role, shape_of
-from . import RuleContext, arguments, merge_aligned, merge_axis, rule
+from ..op_arguments import arguments
+from .registry import RuleContext, merge_aligned, merge_axis, rule
 
 aten = torch.ops.aten
 

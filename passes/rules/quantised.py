@@ -6,31 +6,10 @@ belong to the weight alone. An op that also quantises its rows is none of them, 
 
 from __future__ import annotations
 
-import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..ir import Layout, NotSeparable, operands
-from . import RuleContext, forbid, rule, rule_of
-
-# Packages whose ops have tags that say whether they draw random numbers.
-TAGGED = ("aten", "prims", "streambp_fx")
-# Ops of others that are functions of their operands. One that is missing is taken to draw random numbers.
-DETERMINISTIC = frozenset(
-    f"bitsandbytes::{name}"
-    for name in (
-        "dequantize_4bit", "quantize_4bit", "dequantize_blockwise", "quantize_blockwise", "gemv_4bit",
-        "int8_linear_matmul", "int8_mm_dequant", "int8_scaled_mm", "int8_vectorwise_quant",
-        "int8_vectorwise_dequant", "int8_double_quant",
-    )
-)  # fmt: skip
-
-
-def is_deterministic(op: OpOverload) -> bool:
-    """True if an op is known to draw no random numbers, whatever its arguments."""
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    return op.namespace in TAGGED or rule_of(op) is not None or op._schema.name in DETERMINISTIC
+from .registry import RuleContext, forbid, rule
 
 
 @rule("bitsandbytes::gemm_4bit")

@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from ..ir import Kind, Layout, NotSeparable, Role
-from . import RuleContext, arguments, forbid, normalize_dim, rule
+from ..op_arguments import arguments
+from .registry import RuleContext, forbid, normalize_dim, rule
 
 aten = torch.ops.aten
 

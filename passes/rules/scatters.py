@@ -6,8 +6,9 @@ import torch
 from torch.fx import Node
 
 from ..ir import Layout, NotSeparable
-from . import RuleContext, arguments, forbid, normalize_dim, rule
+from ..op_arguments import arguments
 from .pointwise import align
+from .registry import RuleContext, forbid, normalize_dim, rule
 
 aten = torch.ops.aten
 

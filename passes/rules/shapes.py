@@ -9,7 +9,8 @@ import torch
 from torch.fx import Node
 
 from ..ir import Axis, Kind, Layout, NotSeparable, expression, shape_of, tensors_of
-from . import RuleContext, arguments, forbid, merge_axis, normalize_dim, rule
+from ..op_arguments import arguments
+from .registry import RuleContext, forbid, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten
 

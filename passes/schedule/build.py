@@ -9,10 +9,10 @@ from torch.fx import Node
 
 from ..extract import Subgraph
 from ..ir import Facts, Kind, Segment, shape_of, tensors_of
+from ..programs import SegmentPrograms
 from ..segment import row_axis
 from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind
-from ..vjp import SegmentPrograms
 from .parts import StepParts
 from .program import (
     Add,

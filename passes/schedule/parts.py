@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..extract import Subgraph, is_random
+from ..extract import Subgraph
 from ..footprints import mask_facts
 from ..ir import Facts, Kind, Mask, Reach, Segment, shape_of, tensors_of
 from ..objective import is_linear
 from ..policy import Policy
-from ..vjp import SegmentPrograms
+from ..programs import SegmentPrograms
+from ..purity import is_random
 
 # By signature of the segment, body, what is saved, and the dtype of sums.
 Programs = dict[tuple[str, str, str, str], SegmentPrograms]

@@ -23,7 +23,7 @@ from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind, Procedure
 
 if TYPE_CHECKING:
-    from ..vjp import SegmentPrograms
+    from ..programs import SegmentPrograms
 
 #: Where something lies that is kept for the backward.
 DEVICE = "device"

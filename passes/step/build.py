@@ -28,7 +28,7 @@ from .instructions import (
 )
 
 if TYPE_CHECKING:
-    from ..vjp import SegmentPrograms
+    from ..programs import SegmentPrograms
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..passes.capture import path, source_line
 from ..passes.chunk import ChunkProgram
 from ..passes.ir import Kind, PassError, Segment, evaluate_size
 from ..passes.schedule.build import overwritten_cotangent
 from ..passes.segment import row_axis
+from ..passes.sources import path, source_line
 from ..passes.step.build import Way
 from ..passes.vjp import Columns
 from ..runtime.blocks import Step

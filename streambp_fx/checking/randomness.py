@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..passes import attention as _attention  # noqa: F401  (registers its op)
-from ..passes.extract import is_random
 from ..passes.ir import Facts
+from ..passes.purity import is_random
 
 aten = torch.ops.aten
 # What `passes.emit` writes as a product with drawn factors, as people call it and as it is captured.

@@ -30,8 +30,8 @@ from torch.fx import GraphModule
 from ..auto import AutoExecutor
 from ..errors import StreamBPError
 from ..passes.batch import batch_size
-from ..passes.extract import is_random
 from ..passes.ir import Facts, tensors_of
+from ..passes.purity import is_random
 from ..passes.rules.asking import STRICT
 from ..runtime.executor import Executor
 from ..runtime.kinds import StepKind

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from torch.fx import Node
 
-from ..passes.capture import IN_MODULE, path
 from ..passes.ir import Facts
+from ..passes.sources import IN_MODULE, path
 
 # `query = ...`, also with an annotation, but neither `a, b = ...` nor `a == b`.
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)\s*(?::[^=]+)?=(?!=)")

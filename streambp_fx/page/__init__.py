@@ -16,7 +16,7 @@ from importlib import resources
 from string import Template
 
 from ..memory import StepMemory
-from ..schedule import Schedule
+from ..scheduled_step import ScheduledStep
 from ..units import readable
 from .chart import Chart
 from .graph import graph_svg, groups_of
@@ -24,20 +24,19 @@ from .programs import function_html, functions
 from .segments import segments_html, unchunked_html
 
 
-def page(schedule: Schedule, title: str | None = None) -> str:
+def page(memory: StepMemory, program: str, title: str | None = None) -> str:
     """A schedule as an HTML document.
 
     Args:
-        schedule: the schedule; without a sequence length, that of the captured call is shown.
+        memory: of the step of a schedule, which has a sequence length.
+        program: the step as Python text.
         title: what it is the schedule of, a model's name say; it is escaped.
 
     Raises:
         CompileError: a program cannot be traced.
-        ValueError: nothing of the graph is streamed.
     """
-    memory = StepMemory.of(schedule)
     schedule = memory.schedule
-    chart, groups, code = Chart(memory), groups_of(schedule), functions(schedule.code())
+    chart, groups, code = Chart(memory), groups_of(schedule), functions(program)
     heading = f"Schedule of {title}" if title else "Schedule of a training step"
     rest = [f for f in code if f.segment is None]
     return Template(_resource("page.html")).substitute(
@@ -95,7 +94,7 @@ def _tiles(memory: StepMemory) -> str:
     )
 
 
-def _sweeps(schedule: Schedule) -> str:
+def _sweeps(schedule: ScheduledStep) -> str:
     if not schedule.sweeps:
         return "The graph has no loss."
     if schedule.sweeps == 1:

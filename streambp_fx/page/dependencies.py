@@ -9,10 +9,10 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from ..passes.capture import source_line
-from ..passes.chunk import find_states
 from ..passes.ir import Facts, Kind, Reach, Segment, expression, tensors_of
 from ..passes.printing import Printer, place
+from ..passes.sources import source_line
+from ..passes.states import find_states
 
 # The picture of a row interval: width, and the place of row i, in units of the drawing.
 WIDTH, HEIGHT, ROW, WINDOW = 120, 14, 76, 28

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..passes.ir import Reach
 from ..passes.segment import row_bytes
-from ..schedule import Schedule
+from ..scheduled_step import ScheduledStep
 from ..segments import READS, ScheduledSegment
 from ..units import readable
 
@@ -51,7 +51,7 @@ class Group:
         return f"{'segment' if len(self.segments) == 1 else 'segments'} {self.numbers}"
 
 
-def groups_of(schedule: Schedule) -> list[Group]:
+def groups_of(schedule: ScheduledStep) -> list[Group]:
     """Runs of identical segments, and what each of them takes from which other one."""
     twins: dict[str, int] = {}
     groups = []
@@ -89,7 +89,7 @@ def reads(segment: ScheduledSegment) -> str:
     return known.format(window=segment.window or "some") if segment.reach is Reach.WINDOW else known
 
 
-def graph_svg(schedule: Schedule, groups: list[Group]) -> str:
+def graph_svg(schedule: ScheduledStep, groups: list[Group]) -> str:
     """The drawing: boxes from top to bottom, each a link to the segment's details."""
     height = _top(len(groups)) + 18
     parts = [_word("inputs", MIDDLE, 12)]
@@ -107,7 +107,7 @@ def _top(k: int) -> int:
     return 18 + GAP + k * (BOX + GAP)
 
 
-def _box(schedule: Schedule, k: int, group: Group) -> str:
+def _box(schedule: ScheduledStep, k: int, group: Group) -> str:
     segment, top = group.first, _top(k)
     chunks = schedule.chunks(segment)
     how = f"{segment.kind}, " + ("runs whole" if not segment.chunked else f"{chunks} chunks")

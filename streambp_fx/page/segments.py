@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from html import escape
 
 from ..memory import StepMemory
-from ..passes.capture import source_line
 from ..passes.printing import place
 from ..passes.segment import row_bytes
+from ..passes.sources import source_line
 from ..segments import ScheduledSegment
 from ..units import readable
 from .dependencies import dependences_html

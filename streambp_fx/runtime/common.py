@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,46 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import CompileError
-from ..passes.capture import source_line
-from ..passes.ir import Facts, PassError
-
-REPORT = "Please report this, with this text and the code of the model."
-FALL_BACK = (
-    f'To train unstreamed, leave the option on_error at "eager", or call streambp_fx.restore(model). {REPORT}'
-)
-
-
-def compile_error(error: PassError) -> CompileError:
-    """What a user is told of a pass that failed: the pass, the op, its source line, what to do."""
-    line = f" The line of the model is {source_line(error.node)}." if error.node is not None else ""
-    return CompileError(f"{error}.{line} {FALL_BACK}")
-
-
-def refuse_other_backwards(gradients: Iterable[Tensor | None]) -> None:
-    """Raise in a backward that is itself being differentiated, and in one of several gradients at once.
-
-    Args:
-        gradients: that it is given.
-
-    Raises:
-        RuntimeError: says which, and what to do.
-    """
-    functorch = torch._C._functorch
-    if any(
-        g is not None and (functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g))
-        for g in gradients
-    ):
-        raise RuntimeError(
-            "a batch of gradients at once (is_grads_batched, torch.vmap over a backward) is not supported by "
-            "streambp_fx: the streamed backward adds in place. Ask for them one after the other, or call "
-            "streambp_fx.restore(model)."
-        )
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "double backward is not supported by streambp_fx: the streamed backward keeps no graph. "
-            "Call streambp_fx.restore(model) for a model whose gradient must be differentiated."
-        )
+from ..passes.ir import Facts
 
 
 def as_it_is(tensor: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from ..options import Options
 from ..passes.batch import batch_size
 from ..passes.ir import Facts, evaluate_size, tensors_of
 from ..passes.policy import Policy
+from ..passes.programs import SegmentPrograms
 from ..passes.schedule.build import schedule
 from ..passes.schedule.parts import Making, Programs, StepParts
 from ..passes.schedule.program import StepProgram
 from ..passes.schedule.transforms import transformed
 from ..passes.segment import samples
-from ..passes.vjp import SegmentPrograms
 from .blocks import Step
 from .common import OwnedBuffers, attribute
 from .head import Sweep, sweep_of

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..passes.step.instructions import Buffer, BufferKind, Procedure
 from .blocks import Step
-from .common import as_it_is, refuse_other_backwards
+from .common import as_it_is
+from .failures import refuse_other_backwards
 from .interpreter import Frame, prepare, run
 from .streamed import SegmentRunner
 

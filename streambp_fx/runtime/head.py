@@ -12,7 +12,7 @@ from torch import Tensor
 from ..passes.inputs import Extent
 from ..passes.step.instructions import BufferKind, Over, Procedure
 from .blocks import Block, Step, by_chunk, runs
-from .common import refuse_other_backwards
+from .failures import refuse_other_backwards
 from .function import frame_of
 from .interpreter import Frame, run
 from .questions import Questions

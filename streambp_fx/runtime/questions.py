@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..passes import masks
 from ..passes.footprints import mask_facts
 from ..passes.ir import Facts, Mask, tensors_of
+from ..passes.mask_data import data_condition, first_column_condition
 
 
 class Questions:
@@ -65,7 +65,7 @@ class MaskQuestions:
         """Ask it of this step's data; `fetch` gives the whole values that masks are made of."""
         self._ask_plain(questions, "plain", fetch)
         for mask in self.additive:
-            questions.ask(("open", mask), masks.first_column_condition(self.known[mask], fetch))
+            questions.ask(("open", mask), first_column_condition(self.known[mask], fetch))
 
     def ask_where_it_counts(
         self, questions: Questions, fetch: Callable[[Node], Tensor], rows: Tensor
@@ -78,7 +78,7 @@ class MaskQuestions:
     ) -> None:
         for mask, known in self.known.items():
             if known.plain_without_data and not known.has_bias:
-                questions.ask((name, mask), masks.data_condition(known, fetch, rows))
+                questions.ask((name, mask), data_condition(known, fetch, rows))
 
     def plain(self, questions: Questions) -> frozenset[Mask]:
         """Masks that hide nothing but later rows."""
@@ -95,7 +95,7 @@ class MaskQuestions:
     @cached_property
     def always_full(self) -> frozenset[Mask]:
         """Those masks of `full` for which it takes no data to tell: they are in every step."""
-        fake = {m: masks.first_column_condition(self.known[m], _fake_value) for m in self.additive}
+        fake = {m: first_column_condition(self.known[m], _fake_value) for m in self.additive}
         return frozenset(m for m, condition in fake.items() if condition is False)
 
 

@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.batch import Samples
-from ..passes.chunk import narrow
+from ..passes.evaluation import narrow
 from ..passes.gradients import reached
 from ..passes.inputs import Extent
 from ..passes.ir import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.lower import Lowered
+from ..passes.programs import SegmentPrograms
 from ..passes.segment import row_axis
 from ..passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
-from ..passes.vjp import SegmentPrograms
 from .blocks import Block, Part, Step, counts
-from .common import compile_error, split_rows
+from .common import split_rows
+from .failures import compile_error
 from .rounding import is_added, rounded
 
 if TYPE_CHECKING:

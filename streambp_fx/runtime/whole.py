@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..passes.extract import Subgraph
-from .common import as_it_is, refuse_other_backwards
+from .common import as_it_is
+from .failures import refuse_other_backwards
 
 
 class WholeSegment(torch.autograd.Function):

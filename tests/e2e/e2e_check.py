@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from e2e_models import CHUNK, LOSS_CHUNK, true_double
-from e2e_standin import STANDINS
 from torch import nn
 
 import streambp_fx
 
-# Set to a name in e2e_standin.STANDINS to run the tests without the compiler.
-STANDIN = os.environ.get("STREAMBP_STANDIN", "")
 Transform = Callable[..., Any]
 Grads = dict[str, "torch.Tensor | None"]
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -30,17 +26,12 @@ FLOOR |= {d: torch.finfo(d).eps for d in (torch.float32, torch.bfloat16, torch.f
 
 
 def transform(model: Any, **options: Any) -> Any:
-    """streambp_fx.transform with small chunks; STREAMBP_STANDIN tries the harness without a compiler."""
+    """streambp_fx.transform with small chunks."""
     options = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK, **options}
-    if STANDIN:
-        return STANDINS[STANDIN](model, **options)
     return streambp_fx.transform(model, **options)
 
 
 def restore(model: Any) -> Any:
-    if STANDIN:
-        vars(model).pop("forward", None)
-        return model
     return streambp_fx.restore(model)
 
 
@@ -107,7 +98,7 @@ def compare(
         got_loss, got = step(streamed, batch)
         assert_close_loss(got_loss, want_loss, rtol, name)
         assert_close_grads(got, want, rtol, name)
-    if unchunked is not None and not STANDIN:
+    if unchunked is not None:
         assert_streamed(streamed, unchunked)
 
 
@@ -161,8 +152,6 @@ def assert_streamed(model: Any, unchunked: int = 0) -> None:
 
 def assert_all_chunked(model: Any, at_least: int = 2) -> None:
     """The last step was streamed: no region fell back, and there are as many segments as layers."""
-    if STANDIN:
-        return
     schedule = streambp_fx.schedule(model)
     left = [f"{s.kind}: {s.reason}" for s in schedule.segments if not s.chunked]
     assert not left, f"not chunked: {left}\n{schedule}"

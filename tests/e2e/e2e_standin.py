@@ -80,4 +80,3 @@ WRONG = {
     "wrong_loss": wrong_loss,
     "lost_gradient": lost_gradient,
 }
-STANDINS = {**RIGHT, **WRONG}

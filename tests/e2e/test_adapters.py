@@ -11,7 +11,6 @@ import pytest
 import torch
 from e2e_check import (
     RTOL,
-    STANDIN,
     assert_all_chunked,
     check_exact,
     compare,
@@ -24,7 +23,6 @@ from e2e_models import build, padded, perturb, plain
 
 import streambp_fx
 
-pytestmark = pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 BATCHES = {"67": plain(2, 67), "padded": padded(40, "left")}
 ATTENTION = ["q_proj", "v_proj"]
 

@@ -448,7 +448,7 @@ def test_a_float_that_changes_is_still_a_number(how: str) -> None:
 
 @pytest.mark.parametrize("what", ["argument", "attribute"])
 def test_more_values_than_graphs_are_kept_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["streambp_fx.transform"], "RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr(sys.modules["streambp_fx.streamed_forward"], "RECOMPILE_LIMIT", 2)
 
     class Weighted(Subject):
         weight = 1.0

@@ -13,7 +13,7 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, grads
 from e2e_models import CHUNK, LOSS_CHUNK, build, plain, sample
-from streambp_fx.passes import chunk, rules
+from streambp_fx.passes import evaluation, rules
 from streambp_fx.passes.lower import lower
 
 import streambp_fx
@@ -41,7 +41,7 @@ def break_analysis(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def break_chunk(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(chunk.EMIT, aten.silu.default, broken_emit)
+    monkeypatch.setitem(evaluation.EMIT, aten.silu.default, broken_emit)
     return r"pass 'chunk' failed at silu \(aten.silu.default\)"
 
 
@@ -51,7 +51,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch) -> str:
             raise ZeroDivisionError("a fault in lower, in the program of the backward")
         return lower(*args)
 
-    monkeypatch.setattr(sys.modules["streambp_fx.passes.vjp"], "lower", broken)
+    monkeypatch.setattr(sys.modules["streambp_fx.passes.programs"], "lower", broken)
     return "pass 'lower' failed"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import STANDIN, assert_all_chunked, assert_close_grads, grads, in_double, step, transform
+from e2e_check import assert_all_chunked, assert_close_grads, grads, in_double, step, transform
 from e2e_models import CHUNK, HIDDEN, build, padded, plain, sample
 from torch.nn import functional as F
 
@@ -164,7 +164,6 @@ def test_rate_inside_a_layer(p: float) -> None:
     assert (samples.std(0) > 0).all()
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 @pytest.mark.parametrize("case", sample(CASES, "gpt2"))
 def test_dropout_is_streamed(case: str) -> None:
     """None of the above was passed by falling back to the original forward."""
@@ -175,7 +174,6 @@ def test_dropout_is_streamed(case: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 @pytest.mark.parametrize("draw", [lambda w: F.dropout(w, 0.5), lambda w: w + torch.randn_like(w)])
 def test_random_weights_run_unstreamed(draw: Any) -> None:
     """A weight is the same in all rows of a step; chunks would draw it anew."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import STANDIN, check_exact, compare, in_double, pair, transform
+from e2e_check import check_exact, compare, in_double, pair, transform
 from e2e_memory import Work, measure
 from e2e_models import HIDDEN, VOCAB, build, padded, perturb, plain, sample
 from torch import nn
@@ -168,7 +168,6 @@ def test_mixing_with_a_mask_is_exact(mixer: str) -> None:
 BESIDE = ["flip", "bidirectional attention", "roll ahead", "the last row for all"]
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 @pytest.mark.parametrize("mixer", sample(BESIDE, "bidirectional attention"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_other_layer_is_still_chunked(mixer: str) -> None:
@@ -187,7 +186,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "num_hid
 TOLD = ("mystery op",)
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 @pytest.mark.parametrize("mixer", sample(MIXERS, *TOLD))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_predicted_peak_is_what_is_live(mixer: str) -> None:
@@ -211,7 +209,6 @@ def test_predicted_peak_is_what_is_live(mixer: str) -> None:
         assert bound >= 0.97 * live, "an expression for chunks of full length"
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 def test_work_over_all_rows_is_counted() -> None:
     """Where a row reads all rows, states are filled before the chunks and differentiated after them."""
     model = with_mixer("rows that see nothing", layer=1, impl="eager", **WIDE)
@@ -250,7 +247,6 @@ def our_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, streambp_fx.StreamBPWarning)]
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 @pytest.mark.parametrize("layers", [pytest.param((0,), marks=pytest.mark.slow), (1,), (0, 1)])
 def test_one_warning_names_op_and_line(layers: tuple[int, ...]) -> None:
     factory = functools.partial(mysterious, layers)
@@ -267,7 +263,6 @@ def test_one_warning_names_op_and_line(layers: tuple[int, ...]) -> None:
     assert left and any("mystery" in s.reason for s in left), left
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 @pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2"], "llama"))
 def test_no_warning_without_a_cause(family: str) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import STANDIN, compare, in_double, restore, step, transform
+from e2e_check import compare, in_double, restore, step, transform
 from e2e_models import build, padded, plain, sample
 from transformers import AutoModelForCausalLM
 
@@ -168,7 +168,6 @@ def test_deepcopy_trains_exactly_and_by_itself(used: bool) -> None:
         compare(eager, twin, {"the changed copy": plain(2, 67)}, RTOL)
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 def test_the_copy_is_streamed_too() -> None:
     twin = copy.deepcopy(transform(LLAMA()))
     assert twin(**plain(2, 67)).logits is None
@@ -214,7 +213,6 @@ def test_restore_leaves_nothing_behind(used: bool) -> None:
         assert got[name].equal(g), name
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 def test_transform_streams_and_restore_stops_it() -> None:
     model = transform(LLAMA())
     assert model(**plain(2, 67)).logits is None
@@ -222,7 +220,6 @@ def test_transform_streams_and_restore_stops_it() -> None:
     assert model(**plain(2, 67)).logits.shape == (2, 67, 97)
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 def test_transform_twice_the_second_options_win() -> None:
     model, eager = LLAMA(), LLAMA()
     before = set(vars(model))
@@ -252,7 +249,6 @@ def test_restore_of_a_model_never_transformed_is_harmless() -> None:
     assert set(vars(model)) == before
 
 
-@pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 def test_an_instance_forward_comes_back() -> None:
     """A model whose `forward` somebody set on the instance keeps that one after restore."""
     model = LLAMA()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import STANDIN, transform
+from e2e_check import transform
 from e2e_memory import LiveBytes, measure
 from e2e_models import build, sample
 
@@ -124,7 +124,6 @@ def peak_of(model: Any, batch: dict[str, torch.Tensor], compiled: bool = False) 
 
 
 @pytest.mark.parametrize("case", sample(CASES, *RUN))
-@pytest.mark.skipif(STANDIN != "", reason="needs the compiler")
 def test_peak_is_linear_and_small(case: str) -> None:
     streamed = transform(model_of(case), chunk=CHUNK, loss_chunk=LOSS_CHUNK)
     meters = {t: peak_of(streamed, batch_of(case, t), t != LENGTHS[0]) for t in LENGTHS}
@@ -159,7 +158,6 @@ def test_eager_breaks_these_bounds(case: str) -> None:
         assert meters[1024].peak > 2.5 * meters[512].peak
 
 
-@pytest.mark.skipif(STANDIN != "", reason="needs the compiler")
 def test_nothing_is_left_after_a_step() -> None:
     """After backward only the gradients are alive: no graph, no buffer waits for the next step."""
     streamed = transform(model_of("llama sdpa"), chunk=CHUNK, loss_chunk=LOSS_CHUNK)
@@ -176,7 +174,6 @@ def test_nothing_is_left_after_a_step() -> None:
     assert meter.peak > gradients
 
 
-@pytest.mark.skipif(STANDIN != "", reason="needs the compiler")
 def test_frozen_parameters_get_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last norm alone to be trained, no layer is differentiated and no other gradient held."""
     batch = batch_of("llama sdpa", 512)

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import RTOL, STANDIN, assert_all_chunked, check_exact, compare, in_double, step, transform
+from e2e_check import RTOL, assert_all_chunked, check_exact, compare, in_double, step, transform
 from e2e_models import CHUNK, VOCAB, build
 from transformers import DataCollatorWithFlattening
 
 import streambp_fx
 
-pytestmark = pytest.mark.skipif(bool(STANDIN), reason="needs the compiler")
 # Borders inside chunks, on the border of one, one token before it, and a document of several chunks.
 LENGTHS = (23, 9, CHUNK - 1, 1, 50, 3)
 LLAMA = functools.partial(build, "llama")

@@ -38,7 +38,7 @@ def fresh() -> None:
 
 def module_of(name: str) -> Any:
     """A module of the compiler; some have the name of the function that they export."""
-    return sys.modules[f"streambp_fx.passes.{name}"]
+    return sys.modules[name]
 
 
 class Layer(nn.Module):
@@ -132,7 +132,7 @@ def emitted(op: Any, change: Callable[[Tensor], Tensor]) -> Callable[[pytest.Mon
     """An op that is written otherwise in chunk programs."""
 
     def broken(patch: pytest.MonkeyPatch) -> None:
-        emit = module_of("chunk").EMIT
+        emit = module_of("streambp_fx.passes.evaluation").EMIT
         own = emit.get(op) or (lambda run, node, role: run.call(node, role, None))
         patch.setitem(emit, op, lambda run, node, role: change(own(run, node, role)))
 
@@ -141,7 +141,7 @@ def emitted(op: Any, change: Callable[[Tensor], Tensor]) -> Callable[[pytest.Mon
 
 def causal(patch: pytest.MonkeyPatch) -> None:
     """Every mask is said to be causal."""
-    footprints = module_of("footprints")
+    footprints = module_of("streambp_fx.passes.footprints")
 
     def claimed(facts: Any) -> Any:
         found = footprints.footprints(facts)
@@ -155,7 +155,7 @@ def causal(patch: pytest.MonkeyPatch) -> None:
 
 def state_gradient(patch: pytest.MonkeyPatch) -> None:
     """What later rows give to earlier ones is lost."""
-    attention = module_of("attention")
+    attention = module_of("streambp_fx.passes.attention")
 
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         return attention._as_result(ctx.own_gradient, ctx.dtype), None, None, None, None
@@ -165,13 +165,13 @@ def state_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def overwritten(patch: pytest.MonkeyPatch) -> None:
     """Memory is used again that somebody still reads."""
-    lifetimes = module_of("reuse").Lifetimes
+    lifetimes = module_of("streambp_fx.passes.reuse").Lifetimes
     patch.setattr(lifetimes, "ends", lambda self, value, reader: self.storage.get(value) in self.inside)
 
 
 def sparse(patch: pytest.MonkeyPatch) -> None:
     """The gradient of the loss by its label is halved."""
-    passes = module_of("sparse_gradients")
+    passes = module_of("streambp_fx.passes.sparse_gradients")
     own = passes._of_chosen
 
     def halved(program: Any, node: Any) -> Any:

@@ -18,7 +18,7 @@ from streambp_fx.passes.tracing import trace
 from torch.fx import Tracer, _symbolic_trace
 
 import streambp_fx
-from streambp_fx.transform import _resting
+from streambp_fx.streamed_forward import _resting
 
 LLAMA = functools.partial(build, "llama", num_hidden_layers=1)
 LENGTHS = (33, 41)

@@ -17,18 +17,20 @@ import pytest
 import torch
 from graphs import WIDTH, in_backend
 from streambp_fx.passes import analyze
-from streambp_fx.passes.capture import CapturedGraph, path
 from streambp_fx.passes.custom_gradient import CustomFunction
 from streambp_fx.passes.extract import Subgraph
 from streambp_fx.passes.functional import NotPureError
 from streambp_fx.passes.inputs import Extent, input_names
-from streambp_fx.passes.ir import Facts, PassError, expression, tensors_of
+from streambp_fx.passes.ir import CapturedGraph, Facts, PassError, expression, tensors_of
 from streambp_fx.passes.log import masks_text, observed
 from streambp_fx.passes.lower import Lowered
-from streambp_fx.passes.normalize import is_impure
 from streambp_fx.passes.printing import Printer, Unprintable, fold, place
-from streambp_fx.passes.sequence import Lengths, find_lengths
-from streambp_fx.passes.vjp import SegmentPrograms, Traced
+from streambp_fx.passes.programs import SegmentPrograms
+from streambp_fx.passes.purity import is_impure
+from streambp_fx.passes.sequence import find_lengths
+from streambp_fx.passes.sources import path
+from streambp_fx.passes.symbols import Lengths
+from streambp_fx.passes.vjp import Traced
 from torch import nn
 from torch.fx import Graph, Node
 

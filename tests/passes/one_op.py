@@ -19,13 +19,24 @@ import torch
 from opdb_cases import Call
 from streambp_fx.passes import vjp
 from streambp_fx.passes.axes import axes
-from streambp_fx.passes.capture import CapturedGraph, SymbolTable, new_fake_mode
-from streambp_fx.passes.chunk import ChunkProgram, narrow
+from streambp_fx.passes.chunk import ChunkProgram
+from streambp_fx.passes.evaluation import narrow
 from streambp_fx.passes.inputs import Extent
-from streambp_fx.passes.ir import Facts, Kind, Reach, Role, Segment, expression, shape_of, tensors_of
+from streambp_fx.passes.ir import (
+    CapturedGraph,
+    Facts,
+    Kind,
+    Reach,
+    Role,
+    Segment,
+    expression,
+    shape_of,
+    tensors_of,
+)
+from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.segment import _judge, connect
 from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
-from streambp_fx.passes.vjp import SegmentPrograms
+from streambp_fx.passes.symbols import SymbolTable, new_fake_mode
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule, Node

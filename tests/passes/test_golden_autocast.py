@@ -67,7 +67,6 @@ def switched_off(m: Small, ids: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.xfail(reason="capture records what a region makes as if autocast were as it is around the model")
 @pytest.mark.parametrize("function, around", [(region, False), (switched_off, True)])
 def test_a_region_has_the_dtypes_of_eager(function: Callable[..., Any], around: bool) -> None:
     module = Small(function)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, Stages, ids, sections, source, with_batch, without_places
 from streambp_fx.passes.batch import Samples, batch, batch_size
-from streambp_fx.passes.chunk import find_states
+from streambp_fx.passes.states import find_states
 from torch import Tensor
 
 

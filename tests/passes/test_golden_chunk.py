@@ -23,7 +23,7 @@ from golden_graphs import (
 from streambp_fx.passes.chunk import ChunkProgram
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.ir import Role
-from streambp_fx.passes.vjp import SegmentPrograms
+from streambp_fx.passes.programs import SegmentPrograms
 from torch import Tensor
 
 aten = torch.ops.aten

@@ -128,7 +128,6 @@ def test_a_weight_that_each_chunk_makes_anew() -> None:
     assert "whose backward may not be linear" in clipped
 
 
-@pytest.mark.xfail(reason="normalize ends the graph with detach, which is not known to be linear")
 def test_a_backward_that_computes_something_is_linear() -> None:
     assert not of_a_weight(Function).refused
 

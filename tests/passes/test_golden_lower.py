@@ -22,7 +22,7 @@ from golden_graphs import (
 )
 from streambp_fx.passes.ir import sum_dtype
 from streambp_fx.passes.lower import lower
-from streambp_fx.passes.vjp import SegmentPrograms
+from streambp_fx.passes.programs import SegmentPrograms
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 

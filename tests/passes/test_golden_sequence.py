@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, ids, listed, source
 from graphs import in_backend
-from streambp_fx.passes.capture import source_name
 from streambp_fx.passes.ir import expression
 from streambp_fx.passes.sequence import find_lengths
+from streambp_fx.passes.sources import source_name
 from torch import Tensor
 
 

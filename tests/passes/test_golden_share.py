@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import ids, sections, source, stages
-from streambp_fx.passes.capture import path
+from streambp_fx.passes.sources import path
 from torch import Tensor, nn
 
 Layer = Callable[[nn.Linear, Tensor, int], Tensor]

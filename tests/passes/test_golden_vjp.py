@@ -24,7 +24,8 @@ from golden_graphs import (
     traced_text,
 )
 from streambp_fx.passes.inputs import Extent
-from streambp_fx.passes.vjp import SegmentPrograms, Traced
+from streambp_fx.passes.programs import SegmentPrograms
+from streambp_fx.passes.vjp import Traced
 from torch import Tensor
 
 aten = torch.ops.aten

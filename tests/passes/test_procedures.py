@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from graphs import OneLayer, facts_of
+from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.step.build import Way
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
 from streambp_fx.passes.step.instructions import (
@@ -27,7 +28,6 @@ from streambp_fx.passes.step.instructions import (
     Run,
 )
 from streambp_fx.passes.step.text import text, to_json
-from streambp_fx.passes.vjp import SegmentPrograms
 from torch import Tensor, nn
 
 

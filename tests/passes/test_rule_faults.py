@@ -9,7 +9,8 @@ import pytest
 import torch
 from graphs import OneLayer, one_layer, reasons
 from streambp_fx.passes.ir import NotSeparable
-from streambp_fx.passes.rules import RULES, arguments
+from streambp_fx.passes.op_arguments import arguments
+from streambp_fx.passes.rules import RULES
 from streambp_fx.passes.rules.asking import STRICT, RuleFault
 
 import streambp_fx

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import OneLayer, facts_of, one_layer
-from streambp_fx.passes.chunk import find_states
 from streambp_fx.passes.ir import Reach, shape_of
+from streambp_fx.passes.states import find_states
 from torch import Tensor, nn
 
 aten = torch.ops.aten

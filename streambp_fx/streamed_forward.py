@@ -1,0 +1,316 @@
+"""What takes the place of a model's forward: the training step streamed, all else as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from .adapters import lengthens_sequence, prepare_tracing
+from .arguments import (
+    Arguments,
+    cannot_be_streamed,
+    counted,
+    dims_of_sequence,
+    open_dims,
+    signature_of,
+    without_cache,
+)
+from .backend import compile_graph
+from .checkpointing import TakeOver
+from .dynamo_words import LOGGERS, in_plain_words
+from .errors import CaptureError, CompileError, StreamBPWarning
+from .hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
+from .logits import rebuilt, vocabularies, without_lazy, without_logits
+from .options import Options
+from .plain_forms import in_plain_pytorch
+from .progress import announced
+from .registry import Registry
+from .schedule import Schedule
+from .within import caller_of_forward, is_of_transformers, switched_by_others
+
+# Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
+all_forwards: Registry[StreamedForward] = Registry()
+
+# Those that are not to stream within the call that is being made.
+_resting: ContextVar[frozenset[StreamedForward]] = ContextVar("streambp_resting", default=frozenset())
+
+# Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
+RECOMPILE_LIMIT = 64
+
+# From a streamed forward, its captured graph and example inputs to what runs the graph.
+Lower = Callable[["StreamedForward", torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class StreamedForward:
+    """Takes the place of a model's `forward`: streamed in training, the original otherwise.
+
+    It lives in the instance and not in the class, holds no parameters, and is no module: names, state dict
+    and saved files do not change. A copy of the model gets a copy that streams the copy.
+
+    NOTE [models within models]: a trainer may put a forward of its own over the model's, which calls the
+    backbone and has its own loss head. The backbone is streamed then. So each model within the model has a
+    streamed forward as well; it waits until it is called outside of a graph that is being captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Any,
+        options: Options,
+        had_forward: bool,
+        verbose: bool = False,
+        within: nn.Module | None = None,
+    ) -> None:
+        self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
+        self.verbose, self.within, self.active = verbose, within, True
+        self.captured = in_plain_pytorch(original)
+        all_forwards.add(self)
+        self.schedules: list[Schedule] = []
+        self._compiled: Any = None
+        self._lower: Lower = _stream
+        self._begun = False
+        self._hooked: Hooks | None = None  # with these it could not be captured
+        self._why = ""  # it could not
+        self._dims: dict[str, int] = {}
+        self._take_over = TakeOver()
+        self._modes: list[Any] = []
+        functools.update_wrapper(self, original, updated=())
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return signature_of(self.model, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.captured(*args, **kwargs) if self.active else self.original(*args, **kwargs)
+        called_on = caller_of_forward()
+        if called_on is not None and self.is_carried_by(called_on):
+            return self._on_a_copy(called_on, args, kwargs)
+        if args and args[0] is self.model:  # somebody bound it to the model, as a function of the class
+            args = args[1:]
+        if self in _resting.get() or not (self.active and self.model.training and torch.is_grad_enabled()):
+            return self.original(*args, **kwargs)
+        if switched_by_others(self.model, self.original, kwargs) or lengthens_sequence(self.model):
+            return self.original(*args, **kwargs)
+        given = Arguments.of_call(self.model, self.original, args, kwargs)
+        if given is not None:
+            return self._train(given)
+        output = self.original(*args, **kwargs)  # an error, as a rule, which is the model's own to raise
+        _warn(f"the arguments do not fit the signature {self.__signature__}: this step runs unstreamed")
+        return output
+
+    def is_carried_by(self, module: nn.Module) -> bool:
+        """True for a shallow copy of the model, which has this streamed forward and not one of its own."""
+        return module is not self.model and vars(module).get("forward") is self
+
+    def unplace(self, module: nn.Module) -> None:
+        """Give a module that has this streamed forward the forward that it had, or would have."""
+        if self.had_forward:
+            module.forward = self.original
+        else:
+            del module.forward
+
+    def _on_a_copy(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of a shallow copy, on the copy.
+
+        NOTE [shallow copies]: `copy.copy(model)` and the replicas of `nn.DataParallel` share the attributes
+        of the model, its streamed forward among them. A step on them is the unstreamed one, of the copy.
+        """
+        if self.active and module.training and torch.is_grad_enabled():
+            _warn(
+                f"a shallow copy of a transformed {type(module).__name__} runs unstreamed: transform it, too"
+            )
+        forward = self.original if self.had_forward else types.MethodType(type(module).forward, module)
+        return forward(*args, **kwargs)
+
+    def _train(self, given: Arguments) -> Any:
+        asked = cannot_be_streamed(given, self.model)
+        if asked:
+            return self._unstreamed(", ".join(asked), given)
+        hook = hook_on_saved_tensors()
+        if hook is not None:
+            return self._unstreamed(f"{hook} {MAY_CHANGE}", given)
+        if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
+            try:
+                return self._streamed(given)
+            except FailOnRecompileLimitHit:
+                why = f"there are {RECOMPILE_LIMIT} graphs, each for other values of arguments or attributes"
+                return self._unstreamed(why, given)
+            except CaptureError as error:
+                hooked = Hooks(self.model)
+                if not hooked:
+                    raise
+                self._hooked = hooked
+                self._why = str(error).split("\n")[1]
+        why = f"the forward of {type(self.model).__name__} cannot be captured with hooks of {self._hooked}"
+        return self._unstreamed(f"{why} ({self._why})", given)
+
+    def _streamed(self, given: Arguments) -> Any:
+        if is_of_transformers(self.model, self.original):
+            given = counted(without_cache(given, self.model, self.__signature__))
+        self._declare_sizes(given)
+        if self._compiled is None:
+            self._compiled = self._compile()
+        modes = _get_current_dispatch_mode_stack()
+        with self._take_over(self.model):
+            return self._train_under(modes, given) if modes else self._call(given)
+
+    def _unstreamed(self, why: str, given: Arguments) -> Any:
+        """The model as it is, with the models within it, because of an argument that cannot be streamed."""
+        warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
+        modules = set(self.model.modules()) - {self.model}
+        before = _resting.set(_resting.get() | {s for s in all_forwards if s.model in modules})
+        try:
+            return self.original(*given.positional.values(), **given.keywords)
+        finally:
+            _resting.reset(before)
+
+    def _train_under(self, modes: list[Any], given: Arguments) -> Any:
+        """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
+        self._modes = modes
+        try:
+            with _disable_current_modes():
+                return self._call(given)
+        finally:
+            self._modes = []
+
+    @property
+    def sequence_dims(self) -> dict[str, int]:
+        """Dims that carry the sequence in the call that is being captured, by the name of the input."""
+        return self._dims
+
+    def _declare_sizes(self, given: Arguments) -> None:
+        """Tell Dynamo which dims carry the sequence, so that another length is the same graph.
+
+        NOTE [batch sizes]: the batch size is a symbol as well, so that further ones share the graph, and so
+        that a part of the batch can be run where the rest is padding (`runtime.blocks`). PyTorch compiles a
+        graph of its own for one sequence.
+        """
+        self._dims = dims_of_sequence(given, self.options.seq_dim or {})
+        for name, value in given.tensors():
+            for dim in open_dims(name, value, self._dims):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+
+    def _run(self, executor: Any, *inputs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for mode in self._modes:
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            return executor(*inputs)
+
+    def _call(self, given: Arguments) -> Any:
+        drop = self.options.logits == "drop" and given.get("labels") is not None
+        widths = tuple(sorted(vocabularies(self.model))) if drop else ()
+        settings = torch._dynamo.config.patch(
+            ignore_logging_functions=set(LOGGERS),
+            allow_unspec_int_on_nn_module=True,
+            recompile_limit=RECOMPILE_LIMIT,
+        )
+        try:
+            with settings, self._first_announced():
+                output = rebuilt(*self._compiled(given.positional, given.keywords, widths))
+                return without_lazy(output, self.model) if self.options.logits == "drop" else output
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, CompileError) or isinstance(
+                getattr(error, "inner_exception", None), CompileError
+            ):
+                raise getattr(error, "inner_exception", cause) from error
+            raise CaptureError(in_plain_words(self.model, error)) from error
+
+    def _first_announced(self) -> contextlib.AbstractContextManager[None]:
+        """The first step captures and compiles, which takes some seconds."""
+        first, self._begun = not self._begun, True
+        return announced("the first training step") if first else contextlib.nullcontext()
+
+    def _compile(self, lower: Lower | None = None) -> Any:
+        """A function of its own for this model, so that its compiled code is not shared with other models.
+
+        Args:
+            lower: what becomes of a captured graph; None: it is streamed.
+        """
+
+        def call(positional: dict[str, Any], keywords: dict[str, Any], dropped: tuple[int, ...]) -> Any:
+            return without_logits(self.captured(*positional.values(), **keywords), dropped)
+
+        prepare_tracing()
+        own = types.FunctionType(
+            call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
+        )
+        self._lower = lower or _stream
+        backend = functools.partial(_backend, weakref.ref(self))
+        return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
+        model = copy.deepcopy(self.model, memo)
+        original = copy.deepcopy(self.original, memo)
+        within = copy.deepcopy(self.within, memo)
+        return StreamedForward(model, original, self.options, self.had_forward, self.verbose, within)
+
+    def __reduce__(self) -> tuple:
+        settings = (self.options, self.had_forward, self.verbose, self.within)
+        return StreamedForward, (self.model, self.original, *settings)
+
+    def report(self, schedule: Schedule) -> None:
+        """Keep the schedule of a graph that was compiled, and print it if the user wants that."""
+        if all(s is not schedule for s in self.schedules):
+            self.schedules.append(schedule)
+            if self.options.check != "never" and schedule.segments:
+                return  # it comes again when it has been checked
+        if self.verbose:
+            print(schedule.for_length())
+
+
+def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+    report = weakref.WeakMethod(owner.report)
+
+    def tell(schedule: Schedule) -> None:
+        method = report()
+        if method is not None:
+            method(schedule)
+
+    options = owner.options
+    if options.logits == "drop":
+        options = dataclasses.replace(options, logits="lazy")  # see `without_lazy`
+    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims)
+
+
+def _backend(
+    owner: weakref.ref[StreamedForward], module: torch.fx.GraphModule, example_inputs: list[Any]
+) -> Any:
+    """The backend of one streamed forward.
+
+    NOTE [what PyTorch keeps]: it holds each backend until `torch._dynamo.reset()`, and what the backend gave
+    as long as there is code that calls it. If these held the model, its weights would stay after `del model`.
+    """
+
+    def alive() -> StreamedForward:
+        found = owner()
+        assert found is not None, "called by its owner alone"
+        return found
+
+    executor = alive()._lower(alive(), module, example_inputs)
+    return lambda *inputs: alive()._run(executor, *inputs)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, StreamBPWarning, stacklevel=4)
