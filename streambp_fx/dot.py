@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from .passes.capture import path, source_line
-from .passes.ir import Segment
 from .passes.segment import row_bytes
 
 if TYPE_CHECKING:
     from .schedule import Schedule
+    from .segments import ScheduledSegment
 
 WHOLE = 'style="dashed", color="firebrick"'
 
@@ -38,7 +38,7 @@ def dot(schedule: Schedule) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _box(segment: Segment) -> str:
+def _box(segment: ScheduledSegment) -> str:
     title = f"segment {segment.index}: {segment.kind}, {len(segment.nodes)} ops"
     if segment.chunked and segment.kind != "whole":
         return f'label="{title}"'
@@ -47,7 +47,7 @@ def _box(segment: Segment) -> str:
     return f'label="{_quoted(title + reason)}", {WHOLE}'
 
 
-def _edges(schedule: Schedule, segment: Segment, made: dict[Node, str]) -> Iterator[str]:
+def _edges(schedule: Schedule, segment: ScheduledSegment, made: dict[Node, str]) -> Iterator[str]:
     own = f"segment_{segment.index}"
     sources = [*segment.rows, *(n for n in segment.constants if n in made)]
     for node in sources:

@@ -104,8 +104,7 @@ class Options:
 
     def storing(self, policy: Policy) -> Options:
         """The same options with this policy."""
-        fields = {"save": policy.save, "every": policy.every, "offload": policy.offload}
-        return replace(self, policy="given", **fields)
+        return replace(self, policy="given", save=policy.save, every=policy.every, offload=policy.offload)
 
     @property
     def rows(self) -> int:
