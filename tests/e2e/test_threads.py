@@ -14,10 +14,10 @@ import torch
 from e2e_check import assert_close_grads, grads, in_double
 from e2e_models import CHUNK, build, plain, sample
 from e2e_subject import Subject
-from streambp_fx.passes.tracing import trace
 from torch.fx import Tracer, _symbolic_trace
 
 import streambp_fx
+from streambp_fx.passes.tracing import trace
 from streambp_fx.transform import _resting
 
 LLAMA = functools.partial(build, "llama", num_hidden_layers=1)

@@ -17,6 +17,11 @@ from typing import Any
 import sympy
 import torch
 from opdb_cases import Call
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
 from streambp_fx.passes import vjp
 from streambp_fx.passes.axes import axes
 from streambp_fx.passes.capture import CapturedGraph, SymbolTable, new_fake_mode
@@ -26,10 +31,6 @@ from streambp_fx.passes.ir import Facts, Kind, Reach, Role, Segment, expression,
 from streambp_fx.passes.segment import _judge, connect
 from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
 from streambp_fx.passes.vjp import SegmentPrograms
-from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 PLAIN, OUTER, INNER, SCORES = "plain", "outer", "inner", "scores"

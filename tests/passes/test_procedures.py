@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from graphs import OneLayer, facts_of
+from torch import Tensor, nn
+
 from streambp_fx.passes.step.build import Way
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
 from streambp_fx.passes.step.instructions import (
@@ -28,7 +30,6 @@ from streambp_fx.passes.step.instructions import (
 )
 from streambp_fx.passes.step.text import text, to_json
 from streambp_fx.passes.vjp import SegmentPrograms
-from torch import Tensor, nn
 
 
 class WithLoss(nn.Module):

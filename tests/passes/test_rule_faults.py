@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from graphs import OneLayer, one_layer, reasons
+
+import streambp_fx
 from streambp_fx.passes.ir import NotSeparable
 from streambp_fx.passes.rules import RULES, arguments
 from streambp_fx.passes.rules.asking import STRICT, RuleFault
-
-import streambp_fx
 
 aten = torch.ops.aten
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import OneLayer, facts_of, one_layer
+from torch import Tensor, nn
+
 from streambp_fx.passes.chunk import find_states
 from streambp_fx.passes.ir import Reach, shape_of
-from torch import Tensor, nn
 
 aten = torch.ops.aten
 
