@@ -200,6 +200,7 @@ class ChunkProgram:
         return count
 
     def sources(self, node: Node) -> list[Node]:
+        """The state that a node is a view of, in a list; an empty list if it is a view of none."""
         while node not in self.states and node.target in VIEW_ONLY:
             node = node.args[0]
         return [node] if node in self.states else []
@@ -214,6 +215,9 @@ class ChunkProgram:
             ranges: which rows and columns.
             reader: how a state is read.
             seed: seed of the chunk's random ops.
+
+        Returns:
+            A tensor for each target, of its shape and dtype but with the chunk's rows alone.
         """
         self.origins, self.kept = Origins(), []
         return Evaluation(self, bindings, ranges, reader, seed).targets()
@@ -223,15 +227,38 @@ class StateReader:
     """How a chunk program reads its states. Subclasses differ in what backward does."""
 
     def columns(self, state: State, own: Tensor) -> Tensor:
-        """The columns of a state, the chunk's own rows among them."""
+        """The columns of a state, the chunk's own rows among them: `ranges.columns` entries in its dim.
+
+        Args:
+            own: the state's rows that this chunk has computed: `ranges.rows` entries in that dim.
+        """
         raise NotImplementedError
 
     def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Columns, their gradient buffer and its own rows, if reads may be differentiated in place."""
+        """The buffers of a state, if reads may be differentiated in place; None if not.
+
+        Returns:
+            The columns; the buffer of their gradient, of the same shape; and a view of its rows that are the
+            chunk's own.
+        """
         return None
 
 
 class Evaluation:
+    """One run of a chunk program: the values of a segment's nodes on the rows and columns of one chunk.
+
+    Args:
+        program: what is run.
+        bindings: values of the inputs, as for `ChunkProgram.run`.
+        ranges: which rows and columns.
+        reader: how a state is read.
+        seed: seed of the chunk's random ops.
+
+    Attributes:
+        values: those known so far, by node and role.
+        blocks: parts of sequence x sequence values that were built, by node and axes.
+    """
+
     def __init__(
         self,
         program: ChunkProgram,
@@ -247,6 +274,7 @@ class Evaluation:
         self.blocks: dict[tuple, Tensor] = {}
 
     def targets(self) -> list[Tensor]:
+        """A tensor for each target, of its shape and dtype but with the chunk's rows alone."""
         origins = self.program.origins
         assert origins is not None
         for node, role in self.program.needed:
@@ -267,6 +295,7 @@ class Evaluation:
         return evaluate(expr, {s: self.bound[s] for s in expr.free_symbols})
 
     def length(self, axis: Axis, role: Role) -> Size:
+        """Entries of a dim that carries the sequence: the columns of the chunk, or its rows."""
         column = role is Role.COLUMN or axis.role is Role.COLUMN
         return self.ranges.columns if column else self.ranges.rows
 
@@ -309,6 +338,11 @@ class Evaluation:
         return node.target(*args, **kwargs)
 
     def slice_whole(self, node: Node, axes: tuple[Axis | None, ...], role: Role) -> Tensor:
+        """The rows or columns of a whole value that belong to the chunk, in the same rank and dtype.
+
+        Args:
+            axes: which of its dims carry the sequence, one entry for each dim.
+        """
         value = self.bound[node]
         for dim, (axis, size) in enumerate(zip(axes, shape_of(node), strict=True)):
             if axis is not None and size != 1:
@@ -319,7 +353,14 @@ class Evaluation:
         return value
 
     def block(self, node: Node, axes: tuple[Axis | None, ...]) -> Tensor:
-        """Rows and columns of a sequence x sequence value, built for this chunk."""
+        """Rows and columns of a sequence x sequence value, built for this chunk.
+
+        Args:
+            axes: one entry for each dim of the value; its rows or columns take the place of the whole dim.
+
+        Returns:
+            A tensor of the rank and dtype of the value; built once for a chunk.
+        """
         key = (node, axes)
         if key not in self.blocks:
             dims: list[tuple | None] = []
@@ -333,6 +374,7 @@ class Evaluation:
         return self.blocks[key]
 
     def is_whole(self, node: Node) -> bool:
+        """True for a value that depends on no parameter, and is computed once for the whole sequence."""
         return self.facts.kinds.get(node) is Kind.WHOLE
 
     def fetch(self, node: Node) -> Any:
@@ -350,6 +392,7 @@ class Evaluation:
             raise PassError("chunk", error, node) from error
 
     def evaluate(self, node: Node, role: Role) -> Any:
+        """The value of a node: as `emit` has registered for its op, or else by the op itself."""
         function = EMIT.get(node.target)
         if function is not None:
             return function(self, node, role)
@@ -378,6 +421,9 @@ class Evaluation:
         """Dropout whose mask is drawn again, the same, when the chunk is recomputed.
 
         The seed is that of the chunk and of the op: not every program of a segment runs all of its ops.
+
+        Args:
+            value: of any shape and floating-point dtype, which the result has as well.
         """
         number = self.program.segment.nodes.index(node)
         mask = attention.dropout_mask(value.detach(), probability, self.seed + 1 + number)

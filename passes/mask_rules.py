@@ -51,7 +51,11 @@ def aligned(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
 
 
 def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
-    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right."""
+    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right.
+
+    Raises:
+        MaskNotUnderstood: the sizes of the operand do not broadcast to those of `node`.
+    """
     sizes, out = shape(operand), shape(node)
     if len(sizes) > len(out):
         raise MaskNotUnderstood(node, f"{operand.name} has more dims than the result")
@@ -62,7 +66,7 @@ def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
 
 
 def call(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-    """The op itself on the operands' blocks."""
+    """The op itself on the operands' blocks; the result has the rank and the dtype of `node`."""
 
     def value(n: fx.Node) -> Any:
         return operands[n] if n in operands else blocks.fetch(n)
@@ -99,7 +103,11 @@ def own_dim(node: fx.Node, name: str = "dim") -> int:
 
 
 def scalar_leaf(node: fx.Node, arg: Any) -> Leaf:
-    """A number, SymInt or SymInt node among the arguments as a leaf."""
+    """A number, SymInt or SymInt node among the arguments as a leaf.
+
+    Raises:
+        MaskNotUnderstood: it is not a number.
+    """
     if isinstance(arg, fx.Node):
         arg = arg.meta.get("val")
     if isinstance(arg, torch.SymInt):
@@ -117,7 +125,11 @@ def _constant(value: float | int, dtype: torch.dtype, ndim: int = 0) -> torch.Te
 
 
 def products(node: fx.Node, operands: list[Cases]) -> Iterable[tuple[Boolean, list[Leaf]]]:
-    """Every possible combination of the operands' cases."""
+    """Every possible combination of the operands' cases.
+
+    Raises:
+        MaskNotUnderstood: there are more than `MAX_CASES` combinations.
+    """
     combined: list[tuple[Boolean, list[Leaf]]] = [(sympy.true, [])]
     for cases in operands:
         combined = [(And(c, d), [*leaves, v]) for c, leaves in combined for d, v in cases]

@@ -352,6 +352,7 @@ def _storages(*nodes: Node) -> set[int]:
 
 
 def dtype_of(node: Node) -> torch.dtype:
+    """The dtype of a node's (first) tensor."""
     return tensors_of(node)[0].dtype
 
 
