@@ -60,6 +60,9 @@ class Options:
             "first" (before its first result), "always" (before every step, for debugging) or "never".
         on_error: what an internal error of the compiler, or a self-check that fails, leads to: "eager" (a
             warning, and the graph runs unstreamed) or "raise" (`CompileError`).
+
+    Raises:
+        ValueError: an option is none of its choices, no such number, or not to be given beside another.
     """
 
     chunk: int | str = "auto"

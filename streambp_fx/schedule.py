@@ -68,7 +68,12 @@ class Schedule:
     _memory: StepMemory | None = field(default=None, repr=False, compare=False)
 
     def choose(self, options: Options, loss_rows: int) -> None:
-        """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it."""
+        """Note what was chosen for the last new length.
+
+        Args:
+            options: those that were chosen.
+            loss_rows: rows of the loss head in a chunk of it.
+        """
         self.given = self.given or self.options
         self.options, self.chosen_loss_rows = options, loss_rows
 

@@ -23,9 +23,14 @@ class StreamedSegment(torch.autograd.Function):
     def forward(
         ctx: Any, runner: SegmentRunner, step: Step, whole: list[Tensor], unread: bool, *tensors: Tensor
     ) -> tuple:
-        """
+        """Outputs of the segment, for all rows.
+
         Args:
+            runner: of the segment.
+            step: what the call of the model fixes.
+            whole: values without a gradient.
             unread: a second forward for the sake of what is saved; the outputs need not hold anything.
+            tensors: streamed inputs, then constants.
         """
         frame, way = frame_of(runner, step, tensors, whole), runner.way(step)
         if unread:
@@ -49,6 +54,7 @@ class StreamedSegment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """Gradients of the arguments of `forward`; None for those that no gradient reaches."""
         refuse_other_backwards(gradients)
         with torch._C._DisableAutocast():
             return StreamedSegment._gradients(ctx, gradients)
@@ -89,7 +95,8 @@ def frame_of(runner: SegmentRunner, step: Step, tensors: Sequence[Tensor], whole
     """What a procedure begins with.
 
     Args:
-        tensors: streamed inputs, then constants.
+        tensors: streamed inputs, then constants, in the shapes and dtypes that the graph gives them.
+        whole: values without a gradient, likewise.
     """
     kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
     buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
