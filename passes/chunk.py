@@ -227,10 +227,9 @@ class StateReader:
     """How a chunk program reads its states. Subclasses differ in what backward does."""
 
     def columns(self, state: State, own: Tensor) -> Tensor:
-        """The columns of a state, the chunk's own rows among them: `ranges.columns` entries in its dim.
+        """The columns of a state: `ranges.columns` entries in its dim, the chunk's own rows among them.
 
-        Args:
-            own: the state's rows that this chunk has computed: `ranges.rows` entries in that dim.
+        `own` has the rows that the chunk has computed: `ranges.rows` entries in that dim.
         """
         raise NotImplementedError
 
@@ -245,18 +244,11 @@ class StateReader:
 
 
 class Evaluation:
-    """One run of a chunk program: the values of a segment's nodes on the rows and columns of one chunk.
-
-    Args:
-        program: what is run.
-        bindings: values of the inputs, as for `ChunkProgram.run`.
-        ranges: which rows and columns.
-        reader: how a state is read.
-        seed: seed of the chunk's random ops.
+    """One run of a chunk program; its parameters are those of `ChunkProgram.run`.
 
     Attributes:
-        values: those known so far, by node and role.
-        blocks: parts of sequence x sequence values that were built, by node and axes.
+        values: what is evaluated, by node and role.
+        blocks: parts of sequence x sequence values, by node and axes; each is built once.
     """
 
     def __init__(
@@ -274,7 +266,7 @@ class Evaluation:
         self.blocks: dict[tuple, Tensor] = {}
 
     def targets(self) -> list[Tensor]:
-        """A tensor for each target, of its shape and dtype but with the chunk's rows alone."""
+        """Values of the targets, in the dtypes and, but for the rows, the shapes of the graph."""
         origins = self.program.origins
         assert origins is not None
         for node, role in self.program.needed:
@@ -338,10 +330,9 @@ class Evaluation:
         return node.target(*args, **kwargs)
 
     def slice_whole(self, node: Node, axes: tuple[Axis | None, ...], role: Role) -> Tensor:
-        """The rows or columns of a whole value that belong to the chunk, in the same rank and dtype.
+        """The rows or columns of a whole value that belong to the chunk, in its dtype and number of dims.
 
-        Args:
-            axes: which of its dims carry the sequence, one entry for each dim.
+        `axes` says for each of its dims which axis of the sequence it carries, if any.
         """
         value = self.bound[node]
         for dim, (axis, size) in enumerate(zip(axes, shape_of(node), strict=True)):
@@ -418,12 +409,9 @@ class Evaluation:
         return self.operand(operand, role, axes)
 
     def dropout(self, node: Node, value: Tensor, probability: float) -> Tensor:
-        """Dropout whose mask is drawn again, the same, when the chunk is recomputed.
+        """Dropout of a tensor of any shape; its mask is drawn again, the same, when the chunk is recomputed.
 
         The seed is that of the chunk and of the op: not every program of a segment runs all of its ops.
-
-        Args:
-            value: of any shape and floating-point dtype, which the result has as well.
         """
         number = self.program.segment.nodes.index(node)
         mask = attention.dropout_mask(value.detach(), probability, self.seed + 1 + number)

@@ -183,7 +183,7 @@ class HostStore(Store):
         self.leaving: list[tuple[int, Tensor, Tensor]] = []
 
     def settle(self, group: int) -> None:
-        """Wait until what this segment and those before it saved is copied, and give up the originals."""
+        """Have the computation wait for the copies up to this segment, and let the originals go."""
         while self.leaving and self.leaving[0][0] <= group:
             self.ops.wait_tensor(self.leaving.pop(0)[1])  # only then is the tensor on the device let go
 
