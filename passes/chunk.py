@@ -208,16 +208,13 @@ class ChunkProgram:
     def run(
         self, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0
     ) -> list[Tensor]:
-        """Values of the targets on the chunk's rows.
+        """The targets on the chunk's rows, in the dtypes and, but for the rows, the shapes of the graph.
 
         Args:
             bindings: rows of the streamed inputs, parameters, whole values (whole), sizes.
             ranges: which rows and columns.
             reader: how a state is read.
             seed: seed of the chunk's random ops.
-
-        Returns:
-            A tensor for each target, of its shape and dtype but with the chunk's rows alone.
         """
         self.origins, self.kept = Origins(), []
         return Evaluation(self, bindings, ranges, reader, seed).targets()
@@ -266,7 +263,7 @@ class Evaluation:
         self.blocks: dict[tuple, Tensor] = {}
 
     def targets(self) -> list[Tensor]:
-        """Values of the targets, in the dtypes and, but for the rows, the shapes of the graph."""
+        """The targets, in the dtypes and, but for the rows, the shapes of the graph."""
         origins = self.program.origins
         assert origins is not None
         for node, role in self.program.needed:
@@ -330,7 +327,7 @@ class Evaluation:
         return node.target(*args, **kwargs)
 
     def slice_whole(self, node: Node, axes: tuple[Axis | None, ...], role: Role) -> Tensor:
-        """The rows or columns of a whole value that belong to the chunk, in its dtype and number of dims.
+        """The rows or columns of a whole value that belong to the chunk, in its dtype and its rank.
 
         `axes` says for each of its dims which axis of the sequence it carries, if any.
         """
@@ -344,13 +341,9 @@ class Evaluation:
         return value
 
     def block(self, node: Node, axes: tuple[Axis | None, ...]) -> Tensor:
-        """Rows and columns of a sequence x sequence value, built for this chunk.
+        """Rows and columns of a sequence x sequence value, built for this chunk, in its dtype and its rank.
 
-        Args:
-            axes: one entry for each dim of the value; its rows or columns take the place of the whole dim.
-
-        Returns:
-            A tensor of the rank and dtype of the value; built once for a chunk.
+        `axes` says for each of its dims which axis of the sequence it carries, if any.
         """
         key = (node, axes)
         if key not in self.blocks:
