@@ -231,11 +231,9 @@ class StateReader:
         raise NotImplementedError
 
     def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The buffers of a state, if reads may be differentiated in place; None if not.
+        """The columns, the buffer of their gradient in the same shape, and the chunk's own rows of that.
 
-        Returns:
-            The columns; the buffer of their gradient, of the same shape; and a view of its rows that are the
-            chunk's own.
+        None if reads are not differentiated in place.
         """
         return None
 
