@@ -54,6 +54,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python tests/docstrings.py
 
 # Peers side by side: peak memory and time of one training step. ARGS="--quick" takes minutes, all of it hours.
 bench: $(BENCH_STAMP)

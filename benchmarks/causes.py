@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from streambp_fx.passes.cost import Memory
-from streambp_fx.passes.lower import Lowered
 
 import streambp_fx
 from streambp_fx.ledger import (
@@ -36,6 +34,8 @@ from streambp_fx.ledger import (
     STATE_GRADIENTS,
     Moment,
 )
+from streambp_fx.passes.cost import Memory
+from streambp_fx.passes.lower import Lowered
 from streambp_fx.report.models import load_model, random_tokens
 from streambp_fx.schedule import Schedule
 

@@ -21,12 +21,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from streambp_fx.passes.ir import expression
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 import streambp_fx
+from streambp_fx.passes.ir import expression
 from streambp_fx.report.live import LiveBytes
 from streambp_fx.runtime import executor as executors
 from streambp_fx.runtime.executor import Executor

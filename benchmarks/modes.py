@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from streambp_fx.passes.kernels import CUDNN_FROM, cudnn_version
 
 from .errors import BenchmarkError

@@ -14,9 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from streambp_fx.passes.ir import Kind
-from streambp_fx.passes.lower import Lowered
-from streambp_fx.passes.step.instructions import BufferKind
 
 from streambp_fx.ledger import (
     BODIES,
@@ -30,6 +27,9 @@ from streambp_fx.ledger import (
     STORED,
     Moment,
 )
+from streambp_fx.passes.ir import Kind
+from streambp_fx.passes.lower import Lowered
+from streambp_fx.passes.step.instructions import BufferKind
 from streambp_fx.report.live import LiveBytes
 from streambp_fx.runtime.streamed import SegmentRunner
 

@@ -26,16 +26,19 @@ class StateRead(torch.autograd.Function):
     def forward(
         own: Tensor, columns: Tensor, own_columns: Tensor, gradient: Tensor, own_gradient: Tensor
     ) -> Tensor:
+        """Write the own rows (B, H, c, D) into the buffer, and return a view of all columns (B, H, n, D)."""
         own_columns.copy_(own)
         return columns.view_as(columns)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Keep the gradient buffers, and the dtype of the own rows."""
         own, _, _, ctx.gradient, ctx.own_gradient = inputs
         ctx.dtype = own.dtype
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
+        """Add the gradient of the columns to the buffer, and return the finished gradient of the own rows."""
         ctx.gradient.add_(gradient)
         return _as_result(ctx.own_gradient, ctx.dtype), None, None, None, None
 
@@ -118,16 +121,22 @@ class PrefixAttention(torch.autograd.Function):
         causal: bool,
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, as of `attend`; the own rows already lie in `key` and `value`."""
         return attend(kernel, query, key, value, bias, prefix, causal, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        """Save the operands, the output and the log-sum-exp; keep the gradient buffers."""
         query, _, _, key, value, *ctx.gradients, bias, ctx.kernel, ctx.prefix, ctx.causal, ctx.scale = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(query, key, value, *output, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:
+        """Add the gradients of keys and values to their buffers, block by block.
+
+        Returns the gradient of the query, and the finished gradients of the chunk's own keys and values.
+        """
         query, key, value, out, lse, bias = ctx.saved_tensors
         grad_key, grad_value, own_key, own_value = ctx.gradients
         rows = query.shape[2]
@@ -155,7 +164,14 @@ class PrefixAttention(torch.autograd.Function):
 def attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropout: Any = None
 ) -> Tensor:
-    """Attention as products and a softmax: any device, any head sizes, and dropout."""
+    """Attention as products and a softmax: any device, any head sizes, and dropout.
+
+    Shapes: query (B, H, c, D); key (B, H or fewer, n, D); value (B, H or fewer, n, Dv); mask (B, H, c, n), or
+    what broadcasts to it, bool or added to the scores. The result is (B, H, c, Dv), in the query's dtype.
+
+    Args:
+        dropout: applied to the attention weights (B, H, c, n); None: no dropout.
+    """
     groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
     if dropout is None:
         return torch.nn.functional.scaled_dot_product_attention(

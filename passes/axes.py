@@ -25,7 +25,11 @@ UNKNOWN = "the sequence axis of"
 
 
 def axes(captured: CapturedGraph) -> Facts:
-    """Kinds and layouts of all nodes of a normalized graph."""
+    """Kinds and layouts of all nodes of a normalized graph.
+
+    Raises:
+        MutationError: an input is changed in place to a value that has a gradient.
+    """
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     facts.written, facts.laid_out = captured.written, captured.laid_out

@@ -35,7 +35,11 @@ class Place:
     inner: sympy.Expr
 
     def narrow(self, value: Tensor, first: int, count: int, inner: int) -> Tensor:
-        """The entries of samples [first, first + count), as a view."""
+        """The entries of samples [first, first + count) as a view; the shape changes in `self.dim` alone.
+
+        Args:
+            inner: entries of that dim that one sample has.
+        """
         return value.narrow(self.dim, first * inner, count * inner)
 
 

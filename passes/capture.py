@@ -53,6 +53,10 @@ def has_own_strides(value: torch.Tensor, lengths: Lengths) -> bool:
     """True if strides of an input do not follow from sizes: it is a slice of something longer.
 
     They are symbols of Dynamo's that no size has. Such an input is captured, and handed over, contiguous.
+
+    Args:
+        value: the input, of any shape and dtype; only its strides are looked at.
+        lengths: the symbols of the graph's sizes.
     """
     symbols = {s for stride in value.stride() for s in expression(stride).free_symbols}
     return not symbols <= set(lengths.values)

@@ -77,6 +77,7 @@ class ChunkProgram:
         return count
 
     def sources(self, node: Node) -> list[Node]:
+        """The state that a node is a view of, in a list; an empty list if it is a view of none."""
         while node not in self.states and node.target in VIEW_ONLY:
             node = node.args[0]
         return [node] if node in self.states else []
@@ -84,7 +85,7 @@ class ChunkProgram:
     def run(
         self, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0
     ) -> list[Tensor]:
-        """Values of the targets on the chunk's rows.
+        """The targets on the chunk's rows, in the dtypes and, but for the rows, the shapes of the graph.
 
         Args:
             bindings: rows of the streamed inputs, parameters, whole values (whole), sizes.

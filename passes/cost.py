@@ -79,7 +79,10 @@ def program_cost(
 
 
 def tensor_bytes(value: Tensor) -> sympy.Expr:
-    """Bytes of the storage that a tensor lies in; where a kernel rounds up to whole blocks, at most."""
+    """Bytes of the storage that a tensor of any shape and dtype lies in.
+
+    Where a kernel rounds a size up to whole blocks, this is an upper bound.
+    """
     try:
         size = expression(value.untyped_storage().nbytes())
     except NotImplementedError:
@@ -153,6 +156,7 @@ class Memory:
                 self.bytes[key] = _rename(tensor_bytes(value), self.sizes) if inside else sympy.S.Zero
 
     def live_after_each_op(self) -> list[sympy.Expr]:
+        """Bytes held when each op has just run, its operands among them, in order; inputs do not count."""
         change: list[sympy.Expr] = [sympy.S.Zero] * (len(self.nodes) + 1)
         for key, size in self.bytes.items():
             change[self.made[key]] += size
@@ -164,6 +168,7 @@ class Memory:
         return result
 
     def bytes_of(self, nodes: Iterable[Node]) -> sympy.Expr:
+        """Bytes of the storages that these nodes lie in, each storage once."""
         keys = dict.fromkeys(k for n in nodes for k in self.storage[n])
         return sum((self.bytes[k] for k in keys), sympy.S.Zero)
 
@@ -187,7 +192,7 @@ def changes_in_place(node: Node) -> bool:
 
 
 def storage_of(value: Tensor) -> int:
-    """Identity of the storage that a (fake) tensor lies in."""
+    """A number for the storage of a (fake) tensor of any shape and dtype: the same for views of it."""
     try:
         return value.untyped_storage()._cdata
     except NotImplementedError:  # the inner wrapper of a functorch level, whose storage cannot be asked for

@@ -105,6 +105,11 @@ class Retrace(Interpreter):
                 self.autocasts.pop().__exit__(None, None, None)
 
     def run_node(self, n: Node) -> Any:
+        """Run a node, and follow what it changes in place.
+
+        Raises:
+            HookError: a hook is registered on the gradient of an operand.
+        """
         if n in self.items:
             return self.env[n.args[0]]
         self.node = n
@@ -119,6 +124,7 @@ class Retrace(Interpreter):
         return result
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[tuple, dict]:
+        """The arguments of a node, with `meta_as` in the place of the meta device."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         if self.meta_as is None:
             return args, kwargs
@@ -126,6 +132,11 @@ class Retrace(Interpreter):
         return pytree.tree_map(lambda v: self.meta_as if on_meta(v) else v, (args, kwargs))
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call an op. A checkpointed region is traced through; a custom autograd function becomes one node.
+
+        Raises:
+            MutationError: a checkpointed region or a custom autograd function changes its inputs in place.
+        """
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
             given = self.memory.versions(args[1:])

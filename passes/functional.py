@@ -177,7 +177,7 @@ class Functionalization(FunctionalTensorMode):
 def drops_nothing(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
 ) -> bool:
-    """True for a call of dropout that returns its operand."""
+    """True for a call of dropout that returns its operand; the operand may have any shape and dtype."""
     return p == 0.0 or not (training and train)
 
 

@@ -60,6 +60,7 @@ class Extent:
         return Extent(self.rows, 0, self.start, self.total)
 
     def ranges(self, sizes: Callable[[str], Any]) -> Ranges:
+        """The rows and columns of the chunk; `sizes` gives the value of a name of `SIZES`, maybe symbolic."""
         rows, prefix, low, total = (sizes(n) for n in SIZES)
         columns = total if self.full else prefix + rows
         return Ranges(low + prefix, rows, low, prefix, columns, total)
@@ -105,7 +106,11 @@ class Unpacked:
             self.tensors[buffer.kind][buffer.node] = value
 
     def bindings(self, facts: Facts, replaced: Mapping[Node, Tensor] | None = None) -> dict[Any, Any]:
-        """What the nodes of a segment are evaluated with; `replaced` has other values of some."""
+        """What the nodes of a segment are evaluated with: tensors by node, sizes by symbol.
+
+        Args:
+            replaced: values that some nodes have instead, of the same shape and dtype.
+        """
         total = {facts.sequence: self.ranges.total + self.removed}
         kinds = (BufferKind.WHOLE, BufferKind.ROWS, BufferKind.CONSTANT)
         given = {n: v for kind in kinds for n, v in self.tensors[kind].items()}

@@ -100,10 +100,12 @@ class Mask:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
+        """The values that the mask is made of."""
         return tuple(node for node, _ in self.parts)
 
     @property
     def name(self) -> str:
+        """The names of its values, joined by "and", with how each is read where it is not simply a mask."""
         return " and ".join(n.name if r is Reading.ATTENDS else f"{r.value} {n.name}" for n, r in self.parts)
 
 
@@ -183,6 +185,7 @@ class Facts:
 
     @property
     def nodes(self) -> list[Node]:
+        """All nodes of the graph, in order."""
         return list(self.module.graph.nodes)
 
     @property
@@ -196,6 +199,7 @@ class Facts:
         return self.results[: len(self.results) - len(self.written)]
 
     def kind(self, node: Node) -> Kind:
+        """The kind of a node; a KeyError if it has none yet."""
         return self.kinds[node]
 
     def carries(self, node: Node) -> bool:
@@ -283,7 +287,7 @@ def compiled(symbols: Sequence[sympy.Symbol], size: sympy.Expr) -> Callable[...,
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """The fake tensors a node produces."""
+    """The fake tensors that a node produces, with the shapes (maybe symbolic) and dtypes of the capture."""
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]

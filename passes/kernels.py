@@ -65,7 +65,12 @@ class Kernel:
     """One kernel, forwards and backwards, on one block of columns."""
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """True if the kernel takes these operands; without a mask, also as causal blocks."""
+        """True if the kernel takes these operands; without a mask, also as causal blocks.
+
+        Args:
+            query, key, value: with shapes and dtypes as in `Block`; only those and the device are looked at.
+            mask: bool or float, (B, H, c, n) or what broadcasts to it; None: every row reads every column.
+        """
         raise NotImplementedError
 
     def bias(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -73,7 +78,11 @@ class Kernel:
         return additive(mask, query)
 
     def stacked(self, query: Tensor, key: Tensor) -> int:
-        """How many query heads of a group to hand over as rows of one head, where all read alike."""
+        """How many query heads of a group to hand over as rows of one head, where all read the same columns.
+
+        Args:
+            query, key: with shapes as in `Block`.
+        """
         return query.shape[1] // key.shape[1]
 
     def forward(self, block: Block) -> Result:
@@ -81,7 +90,14 @@ class Kernel:
         raise NotImplementedError
 
     def backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
-        """Gradients of query, key and value; `gradient`, `out` and `lse` are those over all blocks."""
+        """Gradients of query, key and value, each in the shape and dtype of its operand.
+
+        Args:
+            gradient: of the output, (B, H, c, Dv), in the dtype of the query.
+            block: whose part of the gradients is wanted.
+            out: the output over all blocks, likewise.
+            lse: the log-sum-exp over all blocks, (B, H, c), float32 or wider.
+        """
         raise NotImplementedError
 
 
@@ -107,20 +123,24 @@ class CpuFlash(Kernel):
     op_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """On a CPU, with four dims and one head size, in a floating-point dtype."""
         same = query.shape[-1] == key.shape[-1] == value.shape[-1]
         kinds = (torch.float32, torch.float64, *HALF)
         return query.device.type == "cpu" and query.dim() == 4 and same and _dtype(query, key, value) in kinds
 
     def stacked(self, query: Tensor, key: Tensor) -> int:
+        """How many query heads become rows of one head: those of a group if the chunk is short, else one."""
         rows = query.shape[2]
         rows = rows if isinstance(rows, int) else int(rows.node.hint)
         return super().stacked(query, key) if rows < LARGE_BLOCKS else 1
 
     def forward(self, block: Block) -> Result:
+        """Output and log-sum-exp, as in `Kernel`."""
         operands = (block.query, block.key, block.value)
         return self.op(*operands, 0.0, block.causal, attn_mask=block.bias, scale=block.scale)
 
     def backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        """Gradients of query, key and value, as in `Kernel`."""
         operands = (gradient, block.query, block.key, block.value, out, lse)
         return self.op_backward(*operands, 0.0, block.causal, attn_mask=block.bias, scale=block.scale)
 
@@ -136,11 +156,13 @@ class CudaFlash(Kernel):
     op_backward = aten._scaled_dot_product_flash_attention_backward.default
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """On CUDA without a mask, in half precision with heads up to 256, where flash attention runs."""
         if mask is not None or not _on_cuda(query, key, value):
             return False
         return _half_heads(query, key, value, 256) and _flash_runs(query.device, query.shape[-1])
 
     def forward(self, block: Block) -> Result:
+        """Output and log-sum-exp, as in `Kernel`."""
         operands = (block.query, block.key, block.value)
         out, lse, *_ = self.op(*operands, 0.0, block.causal, False, scale=block.scale)
         return out, lse
@@ -166,11 +188,13 @@ class CudaCudnn(Kernel):
     op_backward = aten._scaled_dot_product_cudnn_attention_backward.default
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """On CUDA without a mask, in half precision with heads up to 128, where cuDNN attention runs."""
         if mask is not None or not _on_cuda(query, key, value):
             return False
         return _half_heads(query, key, value, 128) and _cudnn_runs(query)
 
     def forward(self, block: Block) -> Result:
+        """Output and log-sum-exp, as in `Kernel`."""
         operands = _ungrouped(block)
         out, lse, *_ = self.op(*operands, None, True, 0.0, block.causal, False, scale=block.scale)
         return out, lse.squeeze(-1)
@@ -202,6 +226,7 @@ class CudaEfficient(Kernel):
     op_backward = aten._scaled_dot_product_efficient_attention_backward.default
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """On CUDA, where memory-efficient attention is enabled and takes the dtype and the head sizes."""
         if not _on_cuda(query, key, value) or not torch.backends.cuda.mem_efficient_sdp_enabled():
             return False
         dtype = _dtype(query, key, value)
@@ -226,11 +251,13 @@ class CudaEfficient(Kernel):
         return bias.expand(query.shape[0], query.shape[1], rows, columns)
 
     def forward(self, block: Block) -> Result:
+        """Output and log-sum-exp, as in `Kernel`; the rows that the kernel pads the sums with are cut off."""
         query, key, value = _ungrouped(block)
         out, lse, *_ = self.op(query, key, value, block.bias, True, 0.0, block.causal, scale=block.scale)
         return out, lse.index_select(2, torch.arange(query.shape[2], device=lse.device))
 
     def backward(self, gradient: Tensor, block: Block, out: Tensor, lse: Tensor) -> Gradients:
+        """Gradients of query, key and value, as in `Kernel`."""
         query, key, value = _ungrouped(block)
         out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
         rows = query.shape[2]
@@ -248,7 +275,12 @@ KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaCudnn(), CudaEfficie
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Kernel | None:
-    """The first kernel that takes these operands; None: attention goes the plain way."""
+    """The first kernel that takes these operands; None: attention goes the plain way.
+
+    Args:
+        query, key, value: with shapes and dtypes as in `Block`.
+        mask: bool or float, (B, H, c, n) or what broadcasts to it; None: every row reads every column.
+    """
     return next((k for k in KERNELS if k.applies(query, key, value, mask)), None)
 
 
@@ -308,7 +340,10 @@ def _cudnn_runs(query: Tensor) -> bool:
 
 
 def cudnn_version() -> int | None:
-    """As 91501 for 9.15.1; None: there is none. For a program that is not run, one that will do."""
+    """Version of cuDNN as a number, 91501 for 9.15.1; None: there is none.
+
+    Without CUDA the program is not run, and the answer is a version that will do.
+    """
     return torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN_FROM
 
 

@@ -62,7 +62,11 @@ def shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """The example value of a tensor node."""
+    """The example value of a tensor node, which has its shape and dtype.
+
+    Raises:
+        MaskNotUnderstood: the node has no tensor as its value.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise MaskNotUnderstood(node, "not a tensor with known shape and dtype")
@@ -192,14 +196,22 @@ class Elements:
         return to_cases(self.at(node, index))
 
     def integer(self, node: fx.Node, index: Index) -> sympy.Expr:
-        """The element of an integer tensor, if it is the same expression in all cases."""
+        """The element of an integer tensor, if it is the same expression in all cases.
+
+        Raises:
+            MaskNotUnderstood: it is not an integer, or not the same one in all cases.
+        """
         cases = self.cases(node, index)
         if len(cases) != 1 or not isinstance(cases[0][1], sympy.Expr) or not cases[0][1].is_integer:
             raise MaskNotUnderstood(node, "an index that is not one integer expression")
         return cases[0][1]
 
     def unknown(self, node: fx.Node, index: Index) -> Boolean | Cases:
-        """The element as an application of an unknown function, named as the node."""
+        """The element as an application of an unknown function, named as the node.
+
+        Raises:
+            MaskNotUnderstood: the values are complex.
+        """
         if self.is_linear(node):
             self.linear[node.name] = node
         dtype = tensor(node).dtype

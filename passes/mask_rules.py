@@ -36,7 +36,11 @@ from .mask_registry import EXACT, aten, broadcast, mask_rule, one_element, own, 
 
 
 def products(node: fx.Node, operands: list[Cases]) -> Iterable[tuple[Boolean, list[Leaf]]]:
-    """Every possible combination of the operands' cases."""
+    """Every possible combination of the operands' cases.
+
+    Raises:
+        MaskNotUnderstood: there are more than `MAX_CASES` combinations.
+    """
     combined: list[tuple[Boolean, list[Leaf]]] = [(sympy.true, [])]
     for cases in operands:
         combined = [(And(c, d), [*leaves, v]) for c, leaves in combined for d, v in cases]

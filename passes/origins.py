@@ -25,6 +25,7 @@ class Marks:
         self.last = graph._root._prev
 
     def switch(self, origin: tuple[Node, bool] | None) -> None:
+        """Mark what was recorded since the last call with the origin of then; `origin` holds from now on."""
         end = self.graph._root._prev
         while self.last is not end:
             self.last = self.last._next

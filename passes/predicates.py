@@ -50,7 +50,7 @@ def impossible(condition: Boolean, bounds: Iterable[Boolean] = ()) -> bool:
 def greatest(expr: sympy.Expr, condition: Boolean, bounds: Iterable[Boolean] = ()) -> int | None:
     """A proved constant upper bound of the integer `expr` where `condition` and `bounds` hold, or None.
 
-    The bound is the best that the elimination gives. None also where the condition can never hold.
+    The number is the smallest bound that the elimination gives. None also where the condition can never hold.
     """
     target = sympy.Dummy("target", integer=True)
     best: int | None = None

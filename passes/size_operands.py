@@ -25,10 +25,13 @@ def mentions(facts: Facts, node: Node) -> bool:
 
 
 def check_sizes(facts: Facts, node: Node, name: str) -> None:
-    """Raise if the size is an operand of an op, and not a size of its result.
+    """Refuse an op that computes with the size, where this is not merely a size of its result.
 
     Args:
         name: what to call the size in the error, "batch size".
+
+    Raises:
+        NotSeparable: the size is an operand.
     """
     numbers = [n for n in operands(node) if mentions(facts, n)]
     allowed: list[Node] = []

@@ -55,6 +55,7 @@ class Traced:
     lowered: dict[str, Lowered] = field(default_factory=dict)
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
+        """True if what tracing assumed holds for these sizes, given by name."""
         return all(guard(sizes) for guard in self.guards())
 
 
@@ -65,6 +66,7 @@ class Columns(StateReader):
         self.buffers, self.ranges, self.write = buffers, ranges, write
 
     def columns(self, state: State, own: Tensor) -> Tensor:
+        """The buffer of the state, into which the own rows are written first if `write` is set."""
         buffer = self.buffers[state.node]
         if self.write:
             buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows).copy_(own)
@@ -78,11 +80,13 @@ class DifferentiatedColumns(StateReader):
         self.buffers, self.grads, self.ranges = buffers, grads, ranges
 
     def columns(self, state: State, own: Tensor) -> Tensor:
+        """The buffer of the state, with the own rows written; its backward is that of `StateRead`."""
         buffer, grad, own_grad = self.buffers_of(state)
         own_columns = buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
         return StateRead.apply(own, buffer, own_columns, grad, own_grad)
 
     def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """The buffer of the state, that of its gradient, and the own rows of this one."""
         grad = self.grads[state.node]
         own = grad.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
         return self.buffers[state.node], grad, own
@@ -95,6 +99,7 @@ class LeafColumns(StateReader):
         self.leaves = leaves
 
     def columns(self, state: State, own: Tensor) -> Tensor:
+        """The leaf tensor that stands for the columns of the state; the own rows are left alone."""
         return self.leaves[state.node]
 
 

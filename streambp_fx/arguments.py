@@ -82,13 +82,15 @@ class Arguments:
         return self.positional.get(name, self.keywords.get(name))
 
     def given(self, name: str) -> bool:
+        """True if an argument was given under this name, by position or by keyword."""
         return name in self.positional or name in self.keywords
 
     def with_keywords(self, **more: Any) -> Arguments:
+        """The same arguments, with these keywords added or replaced."""
         return Arguments(self.positional, {**self.keywords, **more})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors with the names by which they came, also those in dictionaries."""
+        """Tensors of any shape and dtype, with the names by which they came; also those in dictionaries."""
         for name, value in (*self.positional.items(), *self.keywords.items()):
             yield from _tensors(name, value)
 

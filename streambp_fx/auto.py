@@ -79,6 +79,7 @@ class AutoExecutor:
 
     @property
     def sweeps(self) -> int:
+        """Sweeps over the loss head in a training step: 1 or 2, or 0 if the graph has no loss."""
         return self.executors[self.policies[0]].sweeps
 
     @property
@@ -98,6 +99,7 @@ class AutoExecutor:
         return max(found, key=tokens_of, default=None)
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
+        """True if what the graph's capture assumed about sizes holds for these inputs."""
         return self.executors[self.policies[0]].accepts(inputs)
 
     def tokens(self, inputs: Sequence[Any]) -> int:
@@ -187,7 +189,14 @@ class AutoExecutor:
 
 
 def activation_budget(tensors: Sequence[Tensor]) -> int | None:
-    """Bytes that activations may take: a share of what is free, less the gradients that are still to come."""
+    """Bytes that activations may take: a share of what is free, less the gradients that are still to come.
+
+    Args:
+        tensors: inputs of the graph, parameters among them, of any shape and dtype; all are on one device.
+
+    Returns:
+        None where it cannot be told what is free.
+    """
     device = tensors[0].device if tensors else torch.device("cpu")
     free = free_bytes(device)
     if free is None:

@@ -157,6 +157,7 @@ class CompiledGraph:
 
     @property
     def streamed(self) -> bool:
+        """True if the graph is streamed for some sizes."""
         return any(not isinstance(v, Unstreamed) for v in self.versions)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -289,6 +290,7 @@ class Unstreamed:
     module: GraphModule
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
+        """True: the graph runs with any sizes."""
         return True
 
     def __call__(self, *inputs: Any) -> Any:

@@ -35,6 +35,7 @@ class Probe:
 
     @property
     def ok(self) -> bool:
+        """True if nothing contradicted the claim."""
         return not self.contradictions
 
 

@@ -38,7 +38,7 @@ def dot(schedule: ScheduledStep) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _box(segment: Segment) -> str:
+def _box(segment: ScheduledSegment) -> str:
     title = f"segment {segment.index}: {segment.kind}, {len(segment.nodes)} ops"
     if segment.chunked and segment.kind != "whole":
         return f'label="{title}"'

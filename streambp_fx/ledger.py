@@ -43,6 +43,7 @@ class Moment:
 
     @property
     def total(self) -> Any:
+        """All bytes that are held, of all causes."""
         return sum(self.bytes.values())
 
 
@@ -63,6 +64,7 @@ class Sizes:
 
     @property
     def symbolic(self) -> bool:
+        """True if the sequence length is a symbol."""
         return isinstance(self.tokens, sympy.Expr)
 
 
@@ -73,9 +75,11 @@ class Ledger:
         self.held: dict[Any, tuple[str, Any]] = {}
 
     def hold(self, key: Any, cause: str, size: Any) -> None:
+        """Note that something is held from now on: `size` bytes for a cause, found again by its key."""
         self.held[key] = (cause, size)
 
     def drop(self, *keys: Any) -> None:
+        """Note that what has these keys is no longer held; unknown keys do no harm."""
         for key in keys:
             self.held.pop(key, None)
 

@@ -60,6 +60,9 @@ class Options:
             "first" (before its first result), "always" (before every step, for debugging) or "never".
         on_error: what an internal error of the compiler, or a self-check that fails, leads to: "eager" (a
             warning, and the graph runs unstreamed) or "raise" (`CompileError`).
+
+    Raises:
+        ValueError: an option is none of its choices, no such number, or not to be given beside another.
     """
 
     chunk: int | str = "auto"
@@ -104,8 +107,7 @@ class Options:
 
     def storing(self, policy: Policy) -> Options:
         """The same options with this policy."""
-        fields = {"save": policy.save, "every": policy.every, "offload": policy.offload}
-        return replace(self, policy="given", **fields)
+        return replace(self, policy="given", save=policy.save, every=policy.every, offload=policy.offload)
 
     @property
     def rows(self) -> int:

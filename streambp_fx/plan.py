@@ -43,6 +43,7 @@ class Plan:
         batch_size: sequences.
         chunk, loss_chunk: rows of a chunk.
         policy: what is stored for the backward, and where.
+        dtype: of the weights.
         memory_bytes: the budget, or None.
         weights_bytes, gradients_bytes, optimizer_bytes: held all the time.
         activation_peak_bytes: peak over those, by the cost model of the schedule.
@@ -199,7 +200,12 @@ class Planner:
         return _longest(lambda tokens: self.activation_peak(tokens, chunk), budget)
 
     def longest_unstreamed(self, budget: int, checkpointing: bool) -> int:
-        """The same without streaming."""
+        """The longest sequence, in tokens, whose activations fit unstreamed; 0 if none does.
+
+        Args:
+            budget: bytes that activations may take.
+            checkpointing: with gradient checkpointing of each layer.
+        """
         expression = self.cost.for_batch(
             unstreamed.peak_expression(self.cost, checkpointing), self.batch_size
         )
@@ -228,7 +234,11 @@ class Planner:
         chunk: int | None = None,
         optimizer: str = "none",
     ) -> Plan:
-        """A plan for one length, or for the longest that fits; see `plan`."""
+        """A plan for one length, or for the longest that fits; see `plan`.
+
+        Raises:
+            PlanError: a size, a unit or the optimizer is not allowed, or not even one chunk fits.
+        """
         _check(seq_len, memory, optimizer)
         states = OPTIMIZERS[optimizer] * self.gradients
         resident = self.weights + self.gradients + states

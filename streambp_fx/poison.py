@@ -51,7 +51,7 @@ class Rows:
         return value.unflatten(self.dim, (self.outer, self.length, self.inner)) if self.merged else value
 
     def of(self, value: Tensor, low: int, high: int) -> Tensor:
-        """A view of rows [low, high)."""
+        """A view of rows [low, high), of the same dtype, with as many entries in dim `own_dim`."""
         return self.split(value).narrow(self.own_dim, low, high - low)
 
 
@@ -80,6 +80,7 @@ class Operand:
         target.copy_(self.rows.of(self._made[kind], low, min(high, self.rows.length)))
 
     def restore(self, low: int, high: int) -> None:
+        """Put back the values of rows [low, high)."""
         high = min(high, self.rows.length)
         self.rows.of(self.buffer, low, high).copy_(self.rows.of(self.clean, low, high))
 

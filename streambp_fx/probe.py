@@ -85,7 +85,11 @@ class IndependenceProbe(CapturedRun):
         self.not_claimed: list[NotClaimed] = []
 
     def run(self) -> None:
-        """Fill `probes` and `not_claimed`, in the order of the graph."""
+        """Fill `probes` and `not_claimed`, in the order of the graph.
+
+        Raises:
+            VerificationError: an op failed while it was probed; the message names the op and its source line.
+        """
         order, last_readings = self._lifetimes()
         with torch.no_grad(), torch._C._DisableAutocast():
             for position, node in enumerate(order):

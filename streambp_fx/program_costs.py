@@ -75,6 +75,7 @@ class ProgramCosts:
         return runner.segment.reach is Reach.FULL or (always and not runner.segment.chained)
 
     def extents(self, runner: SegmentRunner, sizes: Sizes) -> list[Any]:
+        """The chunks of a segment, in rows and columns; with symbolic sizes the last one alone."""
         rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
         full = self.is_full(runner)
         if not sizes.symbolic:
@@ -121,6 +122,7 @@ class ProgramCosts:
         return frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
 
     def program(self, runner: SegmentRunner, run: Run, extent: Extent, sizes: Sizes) -> ProgramCost:
+        """Peak bytes and operations of a program on one chunk, as expressions in the sizes."""
         plain = self._plain_of(runner)
         numbers = extent
         if sizes.symbolic:
@@ -166,6 +168,7 @@ class ProgramCosts:
     # ---- sizes
 
     def bytes_of(self, node: Node, sizes: Sizes) -> Any:
+        """Bytes of the (first) tensor of a node, as a number or an expression, as the sizes are."""
         value = tensors_of(node)[0]
         return self.value(sympy.Mul(*shape_of(node)) * value.element_size(), sizes)
 

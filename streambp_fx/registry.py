@@ -18,6 +18,7 @@ class Registry(Generic[T]):
         self._members: weakref.WeakSet[T] = weakref.WeakSet()
 
     def add(self, member: T) -> None:
+        """Add a member, which leaves the set when nobody else holds it."""
         with self._lock:
             self._members.add(member)
 

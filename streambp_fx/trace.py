@@ -70,6 +70,9 @@ class Trace:
     def diff(self, before: str, after: str) -> str:
         """Unified difference between the programs after two passes, "" if there is none.
 
+        Args:
+            before, after: names of the passes.
+
         Raises:
             UnknownPassError: there is no such pass.
         """

@@ -35,7 +35,7 @@ class GradientCheck:
 
     @property
     def relative(self) -> float:
-        """difference / scale; infinite where there is nothing to compare."""
+        """The relative difference: difference / scale; infinite where there is nothing to compare."""
         if self.difference == 0:
             return 0.0
         comparable = self.scale > 0 and not math.isnan(self.difference)
@@ -43,6 +43,7 @@ class GradientCheck:
 
     @property
     def ok(self) -> bool:
+        """True if the relative difference is allowed."""
         return self.relative <= self.rtol
 
 
@@ -56,11 +57,13 @@ class LossCheck:
 
     @property
     def relative(self) -> float:
+        """The relative difference; infinite where the eager loss is zero and the streamed one is not."""
         gap = abs(self.streamed - self.eager)
         return gap / abs(self.eager) if self.eager else (0.0 if gap == 0 else math.inf)
 
     @property
     def ok(self) -> bool:
+        """True if the relative difference is allowed."""
         return self.relative <= self.rtol
 
 
@@ -147,6 +150,7 @@ class Verification:
 
     @property
     def title(self) -> str:
+        """What was verified: the model, sequences, tokens and chunks."""
         sequences = "1 sequence" if self.batch_size == 1 else f"{self.batch_size} sequences"
         return (
             f"{self.model}, {sequences} of {self.seq_len} tokens, chunk {self.chunk}, "
@@ -155,6 +159,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
+        """The outcome in one line, with all that is wrong."""
         if self.ok:
             return "confirmed: gradients agree, and every value depends on the rows that it should"
         wrong = []
@@ -168,12 +173,14 @@ class Verification:
         return "NOT CONFIRMED: " + "; ".join(wrong)
 
     def loss_line(self) -> str:
+        """The line about the loss."""
         if self.loss is None:
             return "loss: none"
         eager, streamed, relative = self.loss.eager, self.loss.streamed, self.loss.relative
         return f"loss: eager {eager:.8g}, streamed {streamed:.8g}, relative difference {relative:.1e}"
 
     def gradient_line(self) -> str:
+        """The line about the gradients: how many agree, and the largest relative difference."""
         if self.loss is None or self.worst is None:
             return "gradients: not compared"
         equal = len(self.gradients) - len(self.different)
@@ -194,6 +201,7 @@ class Verification:
             yield f"... and {len(wrong) - SHOWN} more"
 
     def probe_line(self) -> str:
+        """The line about the independence probe: how many values are as claimed."""
         if not self.probes:
             return "independence probe: nothing of the model is claimed"
         rows = ", ".join(map(str, self.rows))
@@ -216,6 +224,7 @@ class Verification:
             yield "-", "loss", str(len(rest)), result, claim(Reach.ROW, None)
 
     def contradiction_lines(self) -> Iterator[str]:
+        """The first values that read other rows than was claimed, a line each."""
         for probe in self.contradicted[:SHOWN]:
             yield (
                 f"{probe.op} ({probe.value}) was said to read {claim(probe.reach, probe.window)}, but "
@@ -225,6 +234,7 @@ class Verification:
             yield f"... and {len(self.contradicted) - SHOWN} more"
 
     def not_claimed_lines(self) -> Iterator[str]:
+        """The first ops of which nothing is claimed, a line each, with the reason."""
         for entry in self.not_claimed[:SHOWN]:
             yield f"{entry.op}: {entry.reason} ({entry.line})"
         if len(self.not_claimed) > SHOWN:

@@ -57,7 +57,11 @@ def ask(rule: Rule, context: RuleContext, node: Node) -> Layout:
 
 
 def check(facts: Facts, node: Node, layout: Layout) -> None:
-    """Raise NotSeparable unless sizes and layout agree. See NOTE [rules are checked]."""
+    """Check that sizes and layout agree. See NOTE [rules are checked].
+
+    Raises:
+        NotSeparable: a dim of the result has other sizes than its layout says.
+    """
     for dim, (axis, size) in enumerate(zip(layout, shape_of(node), strict=True)):
         if axis is None:
             if facts.sequence in size.free_symbols:

@@ -68,6 +68,9 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
     * the contracted dim is a column of `left`: it meets the rows of `right`, read as columns (attention
       output);
     * a contraction of rows with rows is a sum over the sequence, and refused.
+
+    Raises:
+        NotSeparable: the product sums over the sequence, or it is not known to keep rows apart.
     """
     a, b = ctx.layout(left), ctx.layout(right)
     if len(a) < 2 or len(b) < 2:

@@ -21,6 +21,9 @@ def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
     or square value that meets a sequence axis is either 1 or that same axis. Nothing is guessed: a whole
     value has rows of its own only where no partner has an axis. So a mask of padding, with a row for each
     token, has columns beside scores.
+
+    Raises:
+        NotSeparable: it is not known where the sequence is in the operands.
     """
     rank = ctx.rank(node)
     result: list[Axis | None] = [None] * rank

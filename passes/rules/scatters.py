@@ -58,7 +58,11 @@ def scatter(ctx: RuleContext, node: Node) -> Layout:
 
 
 def replaced(base: Layout, part: Layout) -> Layout:
-    """The axes of a value and of what replaces a part of it, which must be the same."""
+    """The layout of a value after a part of it is replaced, which is that of the value and of the part.
+
+    Raises:
+        NotSeparable: the two carry the sequence in different dims.
+    """
     if base != part:
         raise NotSeparable("a part is replaced by something that does not carry the sequence where it does")
     return base

@@ -38,6 +38,9 @@ def regroup(layout: Layout, before: tuple[sympy.Expr, ...], after: tuple[sympy.E
     Dims of size 1 hold nothing and are left out; the others are grouped from the left until the products
     agree. In the group that holds the sequence, the output dim that covers it keeps what it is merged with
     as `outer` and `inner`.
+
+    Raises:
+        NotSeparable: the view is no regrouping of dims.
     """
     result: list[Axis | None] = [None] * len(after)
     left = [d for d, s in enumerate(before) if s != 1]
@@ -255,7 +258,11 @@ def stack(ctx: RuleContext, node: Node) -> Layout:
 
 
 def joined(ctx: RuleContext, parts: Any) -> Layout:
-    """The common layout of operands that are joined along a dim without the sequence."""
+    """The common layout of operands that are joined along a dim without the sequence.
+
+    Raises:
+        NotSeparable: the operands do not all carry the sequence in the same dims.
+    """
     result: Layout | None = None
     for part in parts:
         layout = ctx.layout(part)

@@ -17,7 +17,7 @@ class Repeat:
 
     @property
     def stop(self) -> int:
-        """One past the last entry."""
+        """Index one past the last entry."""
         return self.start + self.period * self.times
 
 

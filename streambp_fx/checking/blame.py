@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class _Trial:
         wrong: set[Node] = set()
         with torch.no_grad(), torch._C._DisableAutocast():
             for extent in runner.extents(self.step):
-                ranges = extent.ranges(lambda name, e=extent: getattr(e, name))
+                ranges = extent.ranges(partial(getattr, extent))
                 rows = {n: runner.rows_of(n, self.values[n], extent, self.step) for n in segment.rows}
                 others = {n: self.values[n] for n in (*segment.constants, *segment.whole)}
                 total = {self.facts.sequence: extent.total + segment.removed}

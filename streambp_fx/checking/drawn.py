@@ -65,6 +65,11 @@ class Trial:
     dtype: torch.dtype
 
     def result(self) -> Drawn:
+        """Run the test: is the gradient of the short step that of its loss, along one direction?
+
+        The step runs twice with the same random numbers, and the two must agree. Then the slope that the
+        gradient gives is compared with a difference quotient of the loss.
+        """
         moved = self._moved()
         if not moved:
             return Drawn(None, "no parameter can be moved")

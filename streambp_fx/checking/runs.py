@@ -230,6 +230,7 @@ class Noisy(Interpreter):
         self.generator = torch.Generator().manual_seed(seed)
 
     def run_node(self, n: Node) -> Any:
+        """Run a node, and move what it computes, and its gradient, by up to one unit of the last place."""
         given = [v for v in (self.env[m] for m in n.all_input_nodes) if isinstance(v, Tensor)]
         found = super().run_node(n)
         if n.op not in ("call_function", "call_method", "call_module"):

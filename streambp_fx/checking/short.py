@@ -257,7 +257,16 @@ def is_position(value: Tensor, dim: int) -> bool:
 
 
 def recounted(value: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Some rows of positions, counted on: where a run of positions begins it begins with its first one."""
+    """Some rows of positions, counted on: where a run of positions begins it begins with its first one.
+
+    Args:
+        value: positions, integers, of any shape.
+        dim: that of the rows.
+        index: (rows that are taken,), int64.
+
+    Returns:
+        The shape and dtype of `value`, with as many entries in `dim` as `index` has.
+    """
     moved = value.movedim(dim, -1)
     breaks = torch.nn.functional.pad(moved.diff(dim=-1) != 1, (1, 0))
     runs = breaks.cumsum(-1)[..., index.to(value.device)]

@@ -35,6 +35,7 @@ class Sketch:
 
     @property
     def norm(self) -> float:
+        """The norm of the tensor: exact for a small one, else an estimate."""
         return _size(self.values, self.exact)
 
     def distance(self, other: Sketch) -> float:

@@ -82,7 +82,11 @@ class BodyPrinter:
         return self.body
 
     def name(self, node: Node) -> str:
-        """An operand; sizes are written out where they are read."""
+        """An operand; sizes are written out where they are read.
+
+        Raises:
+            Unprintable: it has no name, and is no size that can be written out.
+        """
         if node in self.names:
             return self.names[node]
         value = node.meta.get("val")

@@ -146,7 +146,7 @@ class Context:
 
 
 def _symbols(facts: Facts) -> list[sympy.Symbol]:
-    sizes = [size for n in facts.nodes for v in tensors_of(n) for size in v.shape]
+    sizes: list[int | torch.SymInt] = [size for n in facts.nodes for v in tensors_of(n) for size in v.shape]
     sizes += [v for n in facts.nodes if isinstance(v := n.meta.get("val"), torch.SymInt)]
     found = {s for size in sizes for s in expression(size).free_symbols}
     return sorted(found, key=str)

@@ -105,6 +105,7 @@ class SegmentCode:
     # ---- which programs there are
 
     def masks(self) -> list[Mask]:
+        """Masks of the segment that may be plain causal, each once."""
         return [m for m in dict.fromkeys(self.runner.masks) if m in self.context.plain]
 
     def reaches(self) -> list[bool]:
@@ -144,6 +145,7 @@ class SegmentCode:
             self._name(kind, full, found)
 
     def step(self, plain: frozenset[Mask], full: bool) -> Step:
+        """A step of the sizes of the sample, with these masks plain; `full`: each row may read all rows."""
         every = frozenset(self.masks() if full else ())
         chunks = self.context.rows, self.context.loss_rows
         sizes, tokens = self.context.values, self.context.tokens
@@ -223,9 +225,11 @@ class SegmentCode:
         return [n for n in self.inputs(kind, full) if any(b.reads(n) or b.refused for b in bodies)]
 
     def chooser(self, kind: str, full: bool) -> str:
+        """Name of the function that finds the program of a kind."""
         return f"{self.label}_{kind}{'_of_all_rows' if full else ''}_program"
 
     def chooser_parameters(self) -> list[str]:
+        """Names of what that function is given: sizes of the chunk, and answers about the masks."""
         others = [self.context.symbols[s] for s in self.programs.symbols]
         return ["rows", "prefix", "total", *others, *self.flags.values()]
 

@@ -38,6 +38,7 @@ class Group:
 
     @property
     def first(self) -> ScheduledSegment:
+        """The first segment of the run."""
         return self.segments[0]
 
     @property
@@ -48,6 +49,7 @@ class Group:
 
     @property
     def title(self) -> str:
+        """What the page calls the run: "segment 3", "segments 1-36"."""
         return f"{'segment' if len(self.segments) == 1 else 'segments'} {self.numbers}"
 
 

@@ -66,7 +66,7 @@ def peak_live_bytes(step: Callable[[], object], known: Iterable[torch.Tensor] = 
 
     Args:
         step: for example a forward and backward. Gradients that it makes count as well.
-        known: tensors that do not count: the parameters, the batch.
+        known: tensors, of any shape and dtype, that do not count: the parameters, the batch.
     """
     with LiveBytes(known) as meter:
         step()
@@ -79,14 +79,20 @@ def peak_live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[t
     Counted are the graphs that the backend has compiled, and the whole backward.
 
     Args:
-        loss: the forward, which returns the loss. It should have been called before, so that it is compiled.
+        loss: the forward, which returns the loss, a scalar. It should have been called before, so that it is
+            compiled.
         known: tensors that do not count: the parameters, the batch.
     """
     return live_bytes_compiled(loss, known).peak
 
 
 def live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[torch.Tensor] = ()) -> LiveBytes:
-    """What `peak_live_bytes_compiled` counts, with everything that was counted."""
+    """What `peak_live_bytes_compiled` counts, with everything that was counted.
+
+    Args:
+        loss: the forward, which returns the loss, a scalar.
+        known: tensors, of any shape and dtype, that do not count.
+    """
     meter = LiveBytes(known)
     token = around.set(lambda: meter)
     try:

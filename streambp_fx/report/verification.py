@@ -51,7 +51,8 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> Verifi
 
     Raises:
         ModelSourceError: there is no such model.
-        StreamBPError: it cannot be verified or captured.
+        VerificationError: it cannot be verified: the batch is longer than its positions, for example.
+        StreamBPError: it cannot be captured.
     """
     check_source(options.model)
     console = console or Console(highlight=False)

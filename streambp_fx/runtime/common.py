@@ -14,7 +14,7 @@ from ..passes.ir import Facts
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """What to save of a tensor for the backward: the memory that it has now.
+    """What to save of a tensor, of any shape and dtype, for the backward: the memory that it has now.
 
     NOTE [values changed before the backward]: autograd finds a change in place by the version of what was
     saved, and raises. It does not find that somebody gave a parameter other memory (`p.data = ...`), and a
@@ -57,11 +57,12 @@ class OwnedBuffers:
         self._storages: list[StorageWeakRef] = []
 
     def add(self, tensor: Tensor) -> None:
+        """Note a gradient buffer, of any shape and dtype, that a segment has made in this backward."""
         self._storages = [s for s in self._storages if not s.expired()]
         self._storages.append(StorageWeakRef(tensor.untyped_storage()))
 
     def take(self, tensor: Tensor) -> bool:
-        """True, once, if the tensor lies in such a buffer."""
+        """True, once, if the tensor lies in such a buffer, whatever its shape and dtype."""
         wanted = tensor.untyped_storage()._cdata
         for k, storage in enumerate(self._storages):
             if storage.cdata == wanted and not storage.expired():

@@ -31,7 +31,8 @@ class StreamedSegment(torch.autograd.Function):
         procedures: Procedures,
         *tensors: Tensor,
     ) -> tuple:
-        """
+        """Outputs of the segment, for all rows.
+
         Args:
             procedures: forward and backward. Without a forward it is run for the sake of what is saved, and
                 the outputs need not hold anything; without a backward no gradient comes to them.
@@ -58,6 +59,7 @@ class StreamedSegment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """Gradients of the arguments of `forward`; None for those that no gradient reaches."""
         refuse_other_backwards(gradients)
         with torch._C._DisableAutocast():
             return StreamedSegment._gradients(ctx, gradients)
@@ -98,7 +100,8 @@ def frame_of(runner: SegmentRunner, step: Step, tensors: Sequence[Tensor], whole
     """What a procedure begins with.
 
     Args:
-        tensors: streamed inputs, then constants.
+        tensors: streamed inputs, then constants, in the shapes and dtypes that the graph gives them.
+        whole: values without a gradient, likewise.
     """
     kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
     buffers = (b for kind in kinds for b in runner.programs.buffers(kind))

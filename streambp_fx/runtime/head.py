@@ -74,6 +74,13 @@ def sweep_of(
     NOTE [rows without a part in the loss]: labels of a prompt or of padding are ignored, so their rows have
     the coefficient zero. A chunk of such rows is not run: what it adds to the loss and to the gradients is
     zero. (Where a loss of such a row is infinite, and multiplied by zero, eager gives NaN; here it is zero.)
+
+    Args:
+        epilogue: what is made of the head's rows; it returns the outputs, and the loss among them.
+        position: of the loss, a scalar, among those.
+        last: streamed inputs that nobody reads after the sweep.
+        like: a tensor on the device of the head, of any shape and dtype.
+        questions: where it is asked which rows have a coefficient.
     """
     node = runner.segment.outputs[0]
     rows = runner.allocate(node, step, like, zero=True)
@@ -128,6 +135,11 @@ class OneSweepHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple:
+        """Scale the gradients that forward has made by the gradient of the loss.
+
+        Raises:
+            RuntimeError: the loss was differentiated before; its gradients are no longer held.
+        """
         refuse_other_backwards(cotangents)
         frame, ctx.frame = ctx.frame, None
         if frame is None:

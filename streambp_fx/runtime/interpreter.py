@@ -68,12 +68,16 @@ class Frame:
     workspace: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def workspace_of(self, dtype: torch.dtype) -> Tensor:
-        """A tensor without elements, with the memory that the last chunk's had."""
+        """A tensor of shape (0,) in this dtype, with the memory that the last chunk's had."""
         return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype)).resize_(0)
 
 
 def run(procedure: Procedure, frame: Frame) -> list[Tensor]:
-    """Run a procedure; its results but for what is kept, which is in the frame. The frame holds them no more.
+    """Run a procedure.
+
+    Returns:
+        Its results, in the shapes and dtypes of its buffers; the frame holds them no more. What is kept for
+        the backward is not among them: it stays in the frame.
 
     Raises:
         CompileError: a program cannot be traced.

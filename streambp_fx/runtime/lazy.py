@@ -69,7 +69,10 @@ class LazyTensor(torch.Tensor):
         return made
 
     def read(self) -> Tensor:
-        """The value, an ordinary tensor whose gradient goes through this one. NOTE [reading in order]."""
+        """The value: an ordinary tensor of the same shape and dtype, whose gradient goes through this one.
+
+        See NOTE [reading in order].
+        """
         value = self.computed()
         (source, self._source), (derived, self._derived) = (self._source, None), (self._derived, [])
         for lazy in (source, *(reference() for reference in derived)):
@@ -78,7 +81,7 @@ class LazyTensor(torch.Tensor):
         return value
 
     def computed(self) -> Tensor:
-        """The value for those who do not change it."""
+        """The value, of the same shape, dtype and device, for those who do not change it."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._value is None:
                 assert self._compute is not None
@@ -93,6 +96,7 @@ class LazyTensor(torch.Tensor):
         return lazy
 
     def detached(self) -> LazyTensor:
+        """A lazy tensor of the same value without a gradient, which shares its memory once it is computed."""
         made = LazyTensor.make(lambda: self.computed().detach(), self)
         made._source = self
         return self.remember(made)
@@ -210,6 +214,7 @@ class LazyOutput(torch.autograd.Function):
         anew: Anew | None,
         *inputs: Any,
     ) -> Tensor:
+        """A lazy tensor of this shape, dtype and device, which is computed from `inputs` when it is read."""
         plain = tuple(v.detach() if isinstance(v, Tensor) else v for v in inputs)
         WholeSegment.remember(ctx, part.module, False, inputs)
         ctx.anew = anew
@@ -227,6 +232,7 @@ class LazyOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
+        """Gradients of `inputs`; the part of the graph is run again for them."""
         found = WholeSegment.pull_back(ctx, 5, (gradient,))
         if ctx.anew is not None:
             ctx.anew.check(found)

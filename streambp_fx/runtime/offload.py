@@ -57,7 +57,7 @@ class Store(ABC):
         self.groups.append([])
 
     def pack(self, tensor: Tensor) -> Tensor | Stored:
-        """What autograd keeps for a tensor."""
+        """What autograd keeps for a tensor of any shape and dtype: itself if it stays, else where it lies."""
         if tensor.untyped_storage()._cdata in self.resident or not tensor.numel():
             return tensor
         stored = Stored(len(self.groups) - 1, tensor)
@@ -66,7 +66,10 @@ class Store(ABC):
         return stored
 
     def unpack(self, packed: Tensor | Stored) -> Tensor:
-        """The tensor again. What the segment before saved begins to come back as well."""
+        """The tensor again, with its shape, dtype and device.
+
+        What the segment before saved begins to come back as well.
+        """
         if isinstance(packed, Tensor):
             return packed
         if packed.arriving is None:
@@ -89,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def send(self, stored: Stored, tensor: Tensor) -> None:
-        """Begin to move a tensor away; it is not changed meanwhile."""
+        """Begin to move a tensor, of any shape and dtype, away; it is not changed meanwhile."""
 
     @abstractmethod
     def fetch(self, stored: Stored) -> Any:
@@ -97,7 +100,7 @@ class Store(ABC):
 
     @abstractmethod
     def receive(self, arriving: Any) -> Tensor:
-        """The tensor that `fetch` brings, once it is there."""
+        """The tensor that `fetch` brings, once it is there, with the shape and dtype that it had."""
 
 
 class DiskStore(Store):
@@ -111,20 +114,24 @@ class DiskStore(Store):
         self.leaving: list[tuple[int, Future]] = []
 
     def settle(self, group: int) -> None:
+        """Wait until what this segment and those before it saved is written."""
         while self.leaving and self.leaving[0][0] <= group:
             _result(self.leaving.pop(0)[1])
 
     def send(self, stored: Stored, tensor: Tensor) -> None:
+        """Copy a tensor to host memory, and hand it to the thread that writes the file."""
         flat = _flat(tensor.cpu())
         stored.place = (self.end, flat.nbytes, flat.numel() == tensor.numel() and _is_dense(tensor))
         self.end += flat.nbytes
         self.leaving.append((stored.group, self.worker.submit(self._write, [flat], stored.place[0])))
 
     def fetch(self, stored: Stored) -> Future:
+        """Have a tensor read back by that thread."""
         flat = torch.empty(stored.place[1], dtype=torch.uint8)  # here: meters see this thread
         return self.worker.submit(self._read, stored, [flat])
 
     def receive(self, arriving: Future) -> Tensor:
+        """Wait for the thread, and return the tensor on its device."""
         self.settle(len(self.groups))
         return _result(arriving)
 
@@ -154,6 +161,9 @@ class HostStore(Store):
     """Host memory, for a device that has its own: pinned buffers and a stream beside the computation.
 
     The transfers are PyTorch's ops for it (`torch._functorch._activation_offloading`).
+
+    Raises:
+        OffloadError: PyTorch has no such ops.
     """
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
@@ -168,24 +178,33 @@ class HostStore(Store):
         self.leaving: list[tuple[int, Tensor, Tensor]] = []
 
     def settle(self, group: int) -> None:
+        """Have the computation wait for the copies up to this segment, and let the originals go."""
         while self.leaving and self.leaving[0][0] <= group:
             self.ops.wait_tensor(self.leaving.pop(0)[1])  # only then is the tensor on the device let go
 
     def send(self, stored: Stored, tensor: Tensor) -> None:
+        """Begin to copy a tensor to host memory, beside the computation."""
         stored.place = self.ops.offload(tensor)
         self.leaving.append((stored.group, stored.place, tensor))
 
     def fetch(self, stored: Stored) -> Tensor:
+        """Begin to copy a tensor back to its device."""
         self.settle(len(self.groups))
         shape, stride, _, device = stored.like
         return self.ops.reload(stored.place, device, list(shape), list(stride))
 
     def receive(self, arriving: Tensor) -> Tensor:
+        """Have the computation wait for the copy, and return the tensor."""
         return self.ops.wait_tensor(arriving)
 
 
 def store_for(place: str, device: torch.device, resident: Iterable[Tensor]) -> Store | None:
     """The store of a policy; None where nothing is to be moved: the CPU's memory is host memory.
+
+    Args:
+        place: "none", "host" or "disk", see `Options.offload`.
+        device: of the model.
+        resident: tensors, of any shape and dtype, that stay on it.
 
     Raises:
         OffloadError: this PyTorch cannot, or no temporary file can be made.

@@ -26,7 +26,7 @@ class Questions:
         self._answers: dict[Hashable, list[int]] = {}
 
     def ask(self, key: Hashable, value: Tensor | bool) -> None:
-        """Ask for the numbers of a tensor of integers or bools, or for one that is known already."""
+        """Ask for the numbers of a tensor of int or bool, of any shape, or for one that is known already."""
         if isinstance(value, Tensor):
             self._open[key] = value
         else:
@@ -70,7 +70,12 @@ class MaskQuestions:
     def ask_where_it_counts(
         self, questions: Questions, fetch: Callable[[Node], Tensor], rows: Tensor
     ) -> None:
-        """Ask the same of the rows alone that count: how many of each sample, see `Sweep`."""
+        """Ask the same of the rows alone that count.
+
+        Args:
+            fetch: gives the whole values that masks are made of.
+            rows: (B,) or (1,), int64: how many rows of each sample count, see `Sweep`.
+        """
         self._ask_plain(questions, "plain where it counts", fetch, rows)
 
     def _ask_plain(

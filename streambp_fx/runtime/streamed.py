@@ -67,7 +67,13 @@ class SegmentRunner:
     def allocate(
         self, node: Node, step: Step, like: Tensor, zero: bool = False, wide: bool = False
     ) -> Tensor:
-        """A buffer for a value; `wide`: for sums of it over chunks."""
+        """A buffer for a value, in its shape for this step and its dtype.
+
+        Args:
+            like: a tensor on the device of the buffer.
+            zero: it begins with zeros.
+            wide: it is for sums of the value over chunks, which may have a wider dtype.
+        """
         shape = [step.resolve(s) for s in shape_of(node)]
         dtype = tensors_of(node)[0].dtype
         make = torch.zeros if zero else torch.empty
@@ -99,6 +105,7 @@ class SegmentRunner:
         return torch.empty((), dtype=tensors_of(node)[0].dtype, device=like.device).expand(shape)
 
     def is_full(self, step: Step) -> bool:
+        """True if rows may read all rows in this step."""
         return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
 
     def extents(self, step: Step) -> list[Extent]:
@@ -132,7 +139,11 @@ class SegmentRunner:
         return [Block(e, part) for e in self.extents(step) for part in step.parts(e.start)]
 
     def counts(self, coefficients: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Which samples have a part in the loss in each chunk of a loss head, and how far, see `counts`."""
+        """Which samples have a part in the loss in each chunk of a loss head, and how far, see `counts`.
+
+        Args:
+            coefficients: of the loss in the rows of the head, in the shape of the head's output.
+        """
         node = self.segment.outputs[0]
         (dim, axis), samples = self.axis(node), self.samples
         place = samples.places.get(node) if isinstance(samples, Samples) else None
@@ -140,7 +151,12 @@ class SegmentRunner:
         return counts(coefficients, dim, step.resolve(axis.inner), own, self.extents(step))
 
     def part_of(self, buffer: Buffer, value: Tensor, part: Part | None, step: Step) -> Tensor:
-        """Some samples of a tensor, as a view."""
+        """Some samples of a tensor, as a view with fewer entries in the dim of the samples.
+
+        Args:
+            buffer: that the tensor is the value of.
+            part: which samples; None: all of them.
+        """
         assert buffer.node is not None
         own = self.twins[buffer.node]
         return value if buffer.kind is BufferKind.SUM else self._samples_of(own, value, part, step)
@@ -185,7 +201,11 @@ class SegmentRunner:
         return [*extent.sizes, seed, *(step.sizes[s] for s in self.programs.symbols)]
 
     def input(self, buffer: Buffer, value: Tensor, extent: Extent, step: Step) -> Tensor:
-        """What of a tensor a program is given for a chunk, as a view."""
+        """What of a tensor a program is given for a chunk, as a view.
+
+        Only the dim of the sequence has another size: the rows of the chunk or its columns, as the kind of
+        the buffer says. Values without the sequence are handed over as they are.
+        """
         assert buffer.node is not None
         if buffer.kind in BY_ROWS:
             return self.rows_of(self.twins[buffer.node], value, extent, step)
@@ -202,12 +222,15 @@ class SegmentRunner:
             raise compile_error(error) from error
 
     def rows_of(self, node: Node, value: Tensor, extent: Extent, step: Step) -> Tensor:
-        """The rows of a chunk as a view of the whole value."""
+        """The rows of a chunk: a view of the whole value with fewer entries in the dim of the sequence."""
         dim, axis = self.axis(node)
         return narrow(value, dim, axis, extent.start, extent.rows, extent.total, step.resolve)
 
     def view(self, node: Node, value: Tensor, block: Block, step: Step) -> Tensor:
-        """The rows of a block, as a view of the whole value; rows that are merged with samples as parts."""
+        """The rows of a block, as a view of the whole value with fewer entries in the dim of the sequence.
+
+        Where one dim holds rows merged with others, the view has three dims in its place: outer, rows, inner.
+        """
         value, step = self._samples_of(node, value, block.part, step), step.of(block.part)
         dim, axis = self.axis(node)
         if not axis.simple:
@@ -216,7 +239,12 @@ class SegmentRunner:
         return value.narrow(dim, block.extent.start, block.extent.rows)
 
     def rows_behind(self, limits: list[int], node: Node, value: Tensor, step: Step) -> Iterator[Tensor]:
-        """The rows of an output that do not count, of one sample (or all together) after the other."""
+        """The rows of an output that do not count, of one sample (or all together) after the other.
+
+        Args:
+            limits: how many rows count, for each sample or for all.
+            value: the output, in its shape and dtype; what is yielded are views as of `view`.
+        """
         total = step.total - self.segment.removed
         for k, end in enumerate(limits):
             if end < total:
@@ -224,6 +252,7 @@ class SegmentRunner:
                 yield self.view(node, value, Block(Extent(total - end, 0, end, total), part), step)
 
     def axis(self, node: Node) -> tuple[int, Axis]:
+        """The index of the dim that holds the rows of a value, and its axis."""
         found = row_axis(self.facts, node)
         assert found is not None
         return found

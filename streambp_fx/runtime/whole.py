@@ -21,6 +21,7 @@ class WholeSegment(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Subgraph, *inputs: Any) -> tuple[Tensor, ...]:
+        """Outputs of the part, run without a graph; those in `part.frozen` have no gradient."""
         WholeSegment.remember(ctx, part.module, part.random, inputs)
         outputs = list(part.module(*inputs))
         for position in part.returned:
@@ -31,6 +32,7 @@ class WholeSegment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """Gradients of the inputs; the part is run again for them."""
         return (None, *WholeSegment.pull_back(ctx, 1, gradients))
 
     @staticmethod
@@ -45,7 +47,13 @@ class WholeSegment(torch.autograd.Function):
 
     @staticmethod
     def pull_back(ctx: Any, first: int, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Gradients of the inputs, which are the Function's arguments from position `first` on."""
+        """Gradients of the inputs, each in the shape and dtype of its input; None where none is wanted.
+
+        Args:
+            ctx: of the autograd function.
+            first: position among its arguments from which on they are the inputs.
+            gradients: of the outputs, in their shapes and dtypes; None: no gradient comes.
+        """
         refuse_other_backwards(gradients)
         inputs = list(ctx.others)
         wanted = []

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from streambp_fx.passes.lower import Lowered
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -13,6 +12,7 @@ from benchmarks.cases import CASES, shrunk
 from benchmarks.causes import HEAD, LAYER, held, least, main
 from benchmarks.gpu_steps import make_model
 from streambp_fx.ledger import BODIES, HIDDEN, KEPT, LOSS, STATE, STATE_GRADIENTS, STORED
+from streambp_fx.passes.lower import Lowered
 from streambp_fx.report.live import peak_live_bytes
 
 

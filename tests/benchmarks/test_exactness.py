@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from streambp_fx.passes import kernels
 
 from benchmarks import gpu_steps
 from benchmarks.gpu import TINY, Found
 from benchmarks.gpu_steps import Job, exactness
 from benchmarks.gpu_tables import gpu_tables
 from benchmarks.modes import MODES, Setup
+from streambp_fx.passes import kernels
 
 JOB = Job(config=TINY, mode="checkpointing", device="cpu", dtype="bfloat16", exact=33)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from streambp_fx.passes import kernels
 from torch import Tensor
+
+from streambp_fx.passes import kernels
 
 LSE_ROWS = 32
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, step
 from e2e_models import CHUNK, LOSS_CHUNK, build, padded, plain
-from streambp_fx.passes import lower
 
 import streambp_fx
+from streambp_fx.passes import lower
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="Inductor needs a C++ compiler"

@@ -18,6 +18,8 @@ from streambp_fx.passes.lower import lower
 
 import streambp_fx
 from streambp_fx import CompileError, StreamBPWarning
+from streambp_fx.passes import chunk, rules
+from streambp_fx.passes.lower import lower
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
 aten = torch.ops.aten

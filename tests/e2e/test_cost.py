@@ -11,7 +11,6 @@ import torch
 from e2e_check import compare, in_double, pair
 from e2e_memory import measure
 from e2e_models import HEAD, build, plain, sample
-from streambp_fx.passes.segment import samples as samples_of
 from torch import nn
 
 import streambp_fx
@@ -19,6 +18,7 @@ from streambp_fx import unstreamed
 from streambp_fx.cost import StepCost
 from streambp_fx.ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS
 from streambp_fx.options import CHUNK_SIZES, chunk_sizes
+from streambp_fx.passes.segment import samples as samples_of
 from streambp_fx.runtime.streamed import SegmentRunner
 
 # Wide enough that activations, and not the few bytes of bookkeeping tensors, are what is measured.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from e2e_models import HIDDEN, build, plain
-from streambp_fx.passes.ir import Reach
 
 import streambp_fx
+from streambp_fx.passes.ir import Reach
 
 
 @pytest.fixture(autouse=True)

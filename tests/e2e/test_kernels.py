@@ -18,14 +18,14 @@ from e2e_check import (
 )
 from e2e_kernels import KERNELS, cuda_ops  # noqa: F401
 from e2e_models import build, padded, plain, sample
-from streambp_fx.passes import attention, kernels
-from streambp_fx.passes.cost import program_cost
-from streambp_fx.passes.ir import expression, tensors_of
-from streambp_fx.passes.kernels import choose
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import streambp_fx
+from streambp_fx.passes import attention, kernels
+from streambp_fx.passes.cost import program_cost
+from streambp_fx.passes.ir import expression, tensors_of
+from streambp_fx.passes.kernels import choose
 
 HALF, FULL = torch.bfloat16, torch.float32
 Chosen = "type[kernels.Kernel] | None"

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from e2e_models import build
-from streambp_fx.passes.ir import Reach
 
 import streambp_fx
 from streambp_fx import files, unstreamed
@@ -22,6 +21,7 @@ from streambp_fx.memory import StepMemory, thinned
 from streambp_fx.page import embedded
 from streambp_fx.page.dependencies import Dependence
 from streambp_fx.page.programs import functions, highlighted
+from streambp_fx.passes.ir import Reach
 from streambp_fx.units import readable
 
 TITLE = 'a "model" <script>alert(1)</script> & co'

@@ -19,6 +19,8 @@ from streambp_fx.passes.policy import Policy, candidates
 
 import streambp_fx
 from streambp_fx.errors import OffloadError
+from streambp_fx.passes.ir import Facts
+from streambp_fx.passes.policy import Policy, attention_outputs, candidates
 from streambp_fx.runtime import offload
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 2048}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, check_exact, grads, in_double, step, transform
 from e2e_models import CHUNK, FAMILIES, LOSS_CHUNK, VOCAB, build, sample
-from streambp_fx.passes.batch import Samples, batch, batch_size
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp_fx
+from streambp_fx.passes.batch import Samples, batch, batch_size
 from streambp_fx.runtime.blocks import Part, runs
 from streambp_fx.runtime.padding import Padding
 from streambp_fx.runtime.streamed import SegmentRunner

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from e2e_check import assert_close_grads, grads
 from e2e_models import build, padded, plain, sample
-from streambp_fx.passes import rules
-from streambp_fx.passes.ir import Reach
 from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx import StreamBPWarning
 from streambp_fx.checking.result import SelfCheck
 from streambp_fx.checking.sketch import sketch
+from streambp_fx.passes import rules
+from streambp_fx.passes.ir import Reach
 from streambp_fx.runtime import head, lazy, padding, questions, streamed
 
 aten = torch.ops.aten

@@ -14,7 +14,6 @@ import torch
 from e2e_check import assert_close_grads, grads, in_double
 from e2e_models import CHUNK, build, plain, sample
 from e2e_subject import Subject
-from streambp_fx.passes.tracing import trace
 from torch.fx import Tracer, _symbolic_trace
 
 import streambp_fx

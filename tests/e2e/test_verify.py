@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from e2e_models import CHUNK, LOSS_CHUNK, VOCAB, build, padded, perturb, plain, sample, true_double
-from streambp_fx.passes.ir import Reach
-from streambp_fx.passes.rules import RULES
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,6 +20,8 @@ import streambp_fx
 import streambp_fx.backend
 import streambp_fx.verify
 from streambp_fx import VerificationError, verify
+from streambp_fx.passes.ir import Reach
+from streambp_fx.passes.rules import RULES
 
 HERE = Path(__file__)
 verify_module = sys.modules["streambp_fx.verify"]

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from streambp_fx.passes import analyze
 from streambp_fx.passes.ir import Facts
-from torch import Tensor, nn
 
 WIDTH = 8
 

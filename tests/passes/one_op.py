@@ -17,6 +17,11 @@ from typing import Any
 import sympy
 import torch
 from opdb_cases import Call
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
 from streambp_fx.passes import vjp
 from streambp_fx.passes.axes import axes
 from streambp_fx.passes.chunk import ChunkProgram

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from opdb_cases import by_hand
-from streambp_fx.passes.rules.pointwise import tagged_ops
 from torch import Tensor
+
+from streambp_fx.passes.rules.pointwise import tagged_ops
 
 aten = torch.ops.aten
 Sample = tuple[Any, tuple, dict[str, Any]]

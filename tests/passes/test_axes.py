@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import WIDTH, OneLayer, facts_of, one_layer, reasons
+from torch import Tensor
+
 from streambp_fx.passes.ir import ROW, Axis, Kind, NotSeparable, Role, shape_of
 from streambp_fx.passes.rules.shapes import regroup
-from torch import Tensor
 
 aten = torch.ops.aten
 

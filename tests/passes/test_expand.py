@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 from graphs import OneLayer, one_layer, reasons
-from streambp_fx.passes import masks
-from streambp_fx.passes.ir import ROW
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import streambp_fx
+from streambp_fx.passes import masks
+from streambp_fx.passes.ir import ROW
 
 aten = torch.ops.aten
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import WIDTH, OneLayer, facts_of, one_layer
+from torch import Tensor
+
 from streambp_fx.passes.gradients import reached
 from streambp_fx.passes.ir import shape_of, tensors_of
-from torch import Tensor
 
 Body = Callable[[OneLayer, Tensor], Tensor]
 

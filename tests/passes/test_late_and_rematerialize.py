@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from streambp_fx.passes.cost import Memory
 from streambp_fx.passes.late import late
 from streambp_fx.passes.rematerialize import rematerialize
 from streambp_fx.passes.reuse import reuse
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 T = torch.Tensor
 Program = Callable[..., Any]

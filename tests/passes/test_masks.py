@@ -11,12 +11,13 @@ import sympy
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streambp_fx.passes import masks
-from streambp_fx.passes.mask_elements import repeats_no_symbol
-from streambp_fx.passes.predicates import greatest, implies, impossible
 from sympy.core.function import AppliedUndef
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from streambp_fx.passes import masks
+from streambp_fx.passes.mask_elements import repeats_no_symbol
+from streambp_fx.passes.predicates import greatest, implies, impossible
 
 B, T = 2, 9
 MIN = torch.finfo(torch.float32).min

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import OneLayer, facts_of
+from torch import Tensor
+
 from streambp_fx.passes.ir import Kind
 from streambp_fx.passes.objective import is_linear
-from torch import Tensor
 
 
 def log_probabilities(model: OneLayer, ids: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from streambp_fx.passes.reuse import reuse
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from streambp_fx.passes.reuse import reuse
 
 T = torch.Tensor
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from graphs import OneLayer, one_layer, reasons
+
+import streambp_fx
 from streambp_fx.passes.ir import NotSeparable
 from streambp_fx.passes.op_arguments import arguments
 from streambp_fx.passes.rules import RULES
 from streambp_fx.passes.rules.asking import STRICT, RuleFault
-
-import streambp_fx
 
 aten = torch.ops.aten
 

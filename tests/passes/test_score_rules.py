@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from graphs import OneLayer, one_layer
-from streambp_fx.passes.footprints import mask_facts
-from streambp_fx.passes.ir import Facts, Reach, Reading, tensors_of
-from streambp_fx.passes.scores import TRANSFER, Hidden, Scores
 from torch import Tensor
 from torch.fx import Interpreter, Node
 from torch.nn import functional as F
+
+from streambp_fx.passes.footprints import mask_facts
+from streambp_fx.passes.ir import Facts, Reach, Reading, tensors_of
+from streambp_fx.passes.scores import TRANSFER, Hidden, Scores
 
 aten = torch.ops.aten
 LENGTH = 13

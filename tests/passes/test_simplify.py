@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from streambp_fx.passes.cost import program_cost
 from streambp_fx.passes.reuse import reuse
 from streambp_fx.passes.simplify import simplify
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 T = torch.Tensor
 aten = torch.ops.aten

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import streambp_fx.passes.sparse_gradients  # noqa: F401  (registers its rewrites)
 import torch
 import torch.nn.functional as F
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import streambp_fx.passes.sparse_gradients  # noqa: F401  (registers its rewrites)
 from streambp_fx.passes.cost import program_cost
 from streambp_fx.passes.reuse import reuse
 from streambp_fx.passes.simplify import simplify
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 T = torch.Tensor
 aten = torch.ops.aten

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from streambp_fx.passes.reuse import reuse
-from streambp_fx.passes.workspace import into_workspace, widest_product
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from streambp_fx.passes.reuse import reuse
+from streambp_fx.passes.workspace import into_workspace, widest_product
 
 T = torch.Tensor
 aten = torch.ops.aten
