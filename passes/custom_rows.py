@@ -53,6 +53,9 @@ class FunctionCall:
         captured: a graph whose results are the outputs and then the gradients.
         outputs: how many outputs there are.
         gradients: for each argument that may have one, the index of its gradient among the results.
+
+    Raises:
+        NotSeparable: the function cannot be looked into.
     """
 
     def __init__(self, facts: Facts, node: Node) -> None:
@@ -110,10 +113,13 @@ class FunctionCall:
         return all(shape_of(n) in shapes | {()} and _by_entries(n) for n in values)
 
     def layout(self, inner: Facts) -> Layout:
-        """The layout of the outputs by the rules of the ops; NotSeparable where a row is made of others.
+        """The layout of the outputs by the rules of the ops.
 
         Args:
             inner: kinds and axes of `captured`.
+
+        Raises:
+            NotSeparable: a row is made of others.
         """
         pairs = self._gradients()
         _check_rows(inner, (*self.results[: self.outputs], *(made for _, made in pairs)))

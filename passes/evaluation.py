@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
+    """One run of a chunk program; its parameters are those of `ChunkProgram.run`.
+
+    Attributes:
+        values: what is evaluated, by node and role.
+        blocks: parts of sequence x sequence values, by node and axes; each is built once.
+    """
+
     def __init__(
         self,
         program: ChunkProgram,
@@ -45,6 +52,7 @@ class Evaluation:
         self.blocks: dict[tuple, Tensor] = {}
 
     def targets(self) -> list[Tensor]:
+        """The targets, in the dtypes and, but for the rows, the shapes of the graph."""
         origins = self.program.origins
         assert origins is not None
         for node, role in self.program.needed:
@@ -65,6 +73,7 @@ class Evaluation:
         return evaluate(expr, {s: self.bound[s] for s in expr.free_symbols})
 
     def length(self, axis: Axis, role: Role) -> Size:
+        """Entries of a dim that carries the sequence: the columns of the chunk, or its rows."""
         column = role is Role.COLUMN or axis.role is Role.COLUMN
         return self.ranges.columns if column else self.ranges.rows
 
@@ -107,6 +116,10 @@ class Evaluation:
         return node.target(*args, **kwargs)
 
     def slice_whole(self, node: Node, axes: tuple[Axis | None, ...], role: Role) -> Tensor:
+        """The rows or columns of a whole value that belong to the chunk, in its dtype and its rank.
+
+        `axes` says for each of its dims which axis of the sequence it carries, if any.
+        """
         value = self.bound[node]
         for dim, (axis, size) in enumerate(zip(axes, shape_of(node), strict=True)):
             if axis is not None and size != 1:
@@ -117,7 +130,10 @@ class Evaluation:
         return value
 
     def block(self, node: Node, axes: tuple[Axis | None, ...]) -> Tensor:
-        """Rows and columns of a sequence x sequence value, built for this chunk."""
+        """Rows and columns of a sequence x sequence value, built for this chunk, in its dtype and its rank.
+
+        `axes` says for each of its dims which axis of the sequence it carries, if any.
+        """
         key = (node, axes)
         if key not in self.blocks:
             dims: list[tuple | None] = []
@@ -131,6 +147,7 @@ class Evaluation:
         return self.blocks[key]
 
     def is_whole(self, node: Node) -> bool:
+        """True for a value that depends on no parameter, and is computed once for the whole sequence."""
         return self.facts.kinds.get(node) is Kind.WHOLE
 
     def fetch(self, node: Node) -> Any:
@@ -148,6 +165,7 @@ class Evaluation:
             raise PassError("chunk", error, node) from error
 
     def evaluate(self, node: Node, role: Role) -> Any:
+        """The value of a node: as `emit` has registered for its op, or else by the op itself."""
         function = EMIT.get(node.target)
         if function is not None:
             return function(self, node, role)
@@ -173,7 +191,7 @@ class Evaluation:
         return self.operand(operand, role, axes)
 
     def dropout(self, node: Node, value: Tensor, probability: float) -> Tensor:
-        """Dropout whose mask is drawn again, the same, when the chunk is recomputed.
+        """Dropout of a tensor of any shape; its mask is drawn again, the same, when the chunk is recomputed.
 
         The seed is that of the chunk and of the op: not every program of a segment runs all of its ops.
         """

@@ -152,7 +152,11 @@ MASK_RULES: dict[Any, MaskRule] = {}
 
 
 def rule_for(node: fx.Node) -> MaskRule:
-    """The rule of the node's op; raises MaskNotUnderstood if there is none."""
+    """The rule of the node's op.
+
+    Raises:
+        MaskNotUnderstood: there is none.
+    """
     rule = MASK_RULES.get(node.target) if node.op == "call_function" else None
     if rule is None:
         raise MaskNotUnderstood(node, f"no mask rule for {node.target}")

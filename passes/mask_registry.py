@@ -31,7 +31,11 @@ def aligned(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
 
 
 def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
-    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right."""
+    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right.
+
+    Raises:
+        MaskNotUnderstood: the operand has more dims, or others.
+    """
     sizes, out = shape(operand), shape(node)
     if len(sizes) > len(out):
         raise MaskNotUnderstood(node, f"{operand.name} has more dims than the result")
@@ -42,7 +46,7 @@ def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
 
 
 def call(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-    """The op itself on the operands' blocks."""
+    """The op itself on the operands' blocks; the result has the rank and the dtype of `node`."""
 
     def value(n: fx.Node) -> Any:
         return operands[n] if n in operands else blocks.fetch(n)
@@ -79,7 +83,11 @@ def own_dim(node: fx.Node, name: str = "dim") -> int:
 
 
 def scalar_leaf(node: fx.Node, arg: Any) -> Leaf:
-    """A number, SymInt or SymInt node among the arguments as a leaf."""
+    """A number, SymInt or SymInt node among the arguments as a leaf.
+
+    Raises:
+        MaskNotUnderstood: it is not a number.
+    """
     if isinstance(arg, fx.Node):
         arg = arg.meta.get("val")
     if isinstance(arg, torch.SymInt):
@@ -90,4 +98,5 @@ def scalar_leaf(node: fx.Node, arg: Any) -> Leaf:
 
 
 def one_element(value: float | int, dtype: torch.dtype, ndim: int = 0) -> torch.Tensor:
+    """A number as a tensor of `ndim` dims of size 1, in a dtype, on the CPU."""
     return torch.full((1,) * ndim, value, dtype=dtype, device="cpu")

@@ -72,7 +72,11 @@ class SegmentPrograms:
         return traced.lowered[kind]
 
     def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Traced:
-        """The trace for these sizes, made if there is none yet."""
+        """The trace for these sizes, made if there is none yet.
+
+        Raises:
+            PassError: the segment cannot be traced.
+        """
         others = args[len(SIZES) + 1 :][: len(self.symbols)]
         special = tuple(v if v in SPECIAL else None for v in others)
         found = self.traces.setdefault((source, plain, extent.pattern, special), [])

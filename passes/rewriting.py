@@ -82,10 +82,12 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
 
 
 def storages(*nodes: Node) -> set[int]:
+    """Identities of the memory that the tensors of nodes lie in."""
     return {storage_of(v) for n in nodes for v in tensors_of(n)}
 
 
 def dtype_of(node: Node) -> torch.dtype:
+    """The dtype of a node's (first) tensor."""
     return tensors_of(node)[0].dtype
 
 
@@ -109,6 +111,7 @@ def is_returned(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
+    """True if a result lies in the memory of an operand."""
     return node.target in VIEWS or getattr(node.target, "is_view", False)
 
 

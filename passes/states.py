@@ -127,9 +127,15 @@ class StateReader:
     """How a chunk program reads its states. Subclasses differ in what backward does."""
 
     def columns(self, state: State, own: Tensor) -> Tensor:
-        """The columns of a state, the chunk's own rows among them."""
+        """The columns of a state: `ranges.columns` entries in its dim, the chunk's own rows among them.
+
+        `own` has the rows that the chunk has computed: `ranges.rows` entries in that dim.
+        """
         raise NotImplementedError
 
     def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Columns, their gradient buffer and its own rows, if reads may be differentiated in place."""
+        """The columns, the buffer of their gradient in the same shape, and the chunk's own rows of that.
+
+        None if reads are not differentiated in place.
+        """
         return None

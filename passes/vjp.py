@@ -124,6 +124,14 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 def traced_program(
     owner: SegmentPrograms, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]
 ) -> Traced:
+    """Trace a program of a segment on fake tensors.
+
+    Args:
+        kind: see `SegmentPrograms`.
+        plain: masks that hide nothing but later rows.
+        extent: rows and columns of the chunk.
+        args: inputs in slot order; only the numbers at their front are looked at.
+    """
     facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
     mode = new_fake_mode()
     env = mode.shape_env
@@ -148,6 +156,7 @@ def traced_program(
 
 
 def outputs_of(module: GraphModule) -> list[Any]:
+    """What a graph returns: nodes, numbers and None."""
     return list(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
 
 

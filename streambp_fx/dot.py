@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from .passes.ir import Segment
 from .passes.segment import row_bytes
 from .passes.sources import path, source_line
 
 if TYPE_CHECKING:
     from .scheduled_step import ScheduledStep
+    from .segments import ScheduledSegment
 
 WHOLE = 'style="dashed", color="firebrick"'
 
@@ -47,7 +47,7 @@ def _box(segment: ScheduledSegment) -> str:
     return f'label="{_quoted(title + reason)}", {WHOLE}'
 
 
-def _edges(schedule: ScheduledStep, segment: Segment, made: dict[Node, str]) -> Iterator[str]:
+def _edges(schedule: ScheduledStep, segment: ScheduledSegment, made: dict[Node, str]) -> Iterator[str]:
     own = f"segment_{segment.index}"
     sources = [*segment.rows, *(n for n in segment.constants if n in made)]
     for node in sources:

@@ -178,12 +178,10 @@ class IndependenceProbe(CapturedRun):
         See NOTE [rows that see nothing] in `passes.schedule.parts`: with padding it may be FULL.
         """
         mask = mixing.mask
-        uncertain = mask is not None and self.masks.get(mask)
-        if uncertain and not first_column_open(
-            mask_facts(self.facts, mask),
-            self.values.__getitem__,  # type: ignore[arg-type]
-        ):
-            return Reach.FULL, None
+        if mask is not None and self.masks.get(mask):  # uncertain
+            known = mask_facts(self.facts, mask)
+            if not first_column_open(known, self.values.__getitem__):  # type: ignore[arg-type]
+                return Reach.FULL, None
         window = None if mixing.window is None else int(mixing.window)
         return mixing.reach, window if mixing.reach is Reach.WINDOW else None
 

@@ -45,10 +45,15 @@ class RuleContext:
         self.seen: set[Node] = set()
 
     def rank(self, node: Node) -> int:
+        """Number of dims of the value of a node."""
         return node.meta["val"].dim()
 
     def layout(self, node: Any) -> Layout:
-        """Layout of an operand; operands without the sequence have no axis."""
+        """Layout of an operand; operands without the sequence have no axis.
+
+        Raises:
+            NotSeparable: it is not known where the sequence is in the operand.
+        """
         if not isinstance(node, Node):
             return ()
         self.seen.add(node)
@@ -67,11 +72,22 @@ class RuleContext:
 
 
 def normalize_dim(dim: int, rank: int) -> int:
+    """The index of a dim from the front, where -1 is the last one; 0 for a scalar."""
     return dim % rank if rank else 0
 
 
 def forbid(layout: Layout, dims: list[int], what: str, role: Role | None = None) -> None:
-    """Raise if any of `dims` carries the sequence (in `role`, if given)."""
+    """Refuse an op that would touch the sequence.
+
+    Args:
+        layout: of an operand.
+        dims: dims of it that may not carry the sequence.
+        what: the beginning of the reason: what the op does.
+        role: the only role that is forbidden; None: both.
+
+    Raises:
+        NotSeparable: one of these dims carries the sequence.
+    """
     for dim in dims if layout else ():
         axis = layout[dim]
         if axis is not None and (role is None or axis.role is role):
@@ -79,7 +95,11 @@ def forbid(layout: Layout, dims: list[int], what: str, role: Role | None = None)
 
 
 def merge_axis(first: Axis | None, second: Axis | None) -> Axis | None:
-    """The common axis of two aligned dims, neither of size 1."""
+    """The common axis of two aligned dims, neither of size 1.
+
+    Raises:
+        NotSeparable: they carry different axes.
+    """
     if first is not None and second is not None and first != second:
         raise NotSeparable(f"aligned dims carry different sequence axes ({first} and {second})")
     return first if first is not None else second

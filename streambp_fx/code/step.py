@@ -152,6 +152,7 @@ class StepCode:
         return [of[node] for node, _ in code.whole_used()]
 
     def tests(self) -> list[Test]:
+        """What the step asks the data, as functions."""
         tests = [*self.context.plain.values(), *self.context.open.values()]
         return [t for t in tests if t.text]
 

@@ -59,6 +59,7 @@ class Sweeps:
         return f"{self.code.label}_{what}{'_of_all_rows' if full else ''}"
 
     def parameters(self, cotangents: bool = False) -> list[str]:
+        """Names of the parameters of a sweep; `cotangents`: with the gradients, and what was kept."""
         code = self.code
         first = [*code.cotangents, *([code.kept] if code.saved else [])] if cotangents else []
         names = [*first, *code.rows, *code.constants]

@@ -70,7 +70,7 @@ class Executor:
 
     @property
     def sweeps(self) -> int:
-        """Over the loss head in a training step: 1 or 2, or 0 if the graph has no loss."""
+        """How many sweeps over the loss head a training step takes: 1 or 2, or 0 if the graph has no loss."""
         if self.parts.one_sweep is not None:
             return 1
         return 2 if any(n in self.facts.needs_grad for n in self.parts.epilogue.outputs) else 0
@@ -210,6 +210,7 @@ class Executor:
         return read_sizes(self.sizes_at, inputs)
 
     def value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
+        """A value of the step, or a size as a number."""
         if node in values:
             return values[node]
         return evaluate_size(node, lambda expr: int(expr.subs(sizes)))

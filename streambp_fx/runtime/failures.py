@@ -28,7 +28,7 @@ def refuse_other_backwards(gradients: Iterable[Tensor | None]) -> None:
     """Raise in a backward that is itself being differentiated, and in one of several gradients at once.
 
     Args:
-        gradients: that it is given.
+        gradients: that it is given, of any shape and dtype.
 
     Raises:
         RuntimeError: says which, and what to do.

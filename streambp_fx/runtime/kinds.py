@@ -89,6 +89,7 @@ class Draws:
         self.host, self.devices = torch.get_rng_state(), get_device_states(*inputs)
 
     def restore(self) -> None:
+        """Go back to that state, on the host and on the devices of the inputs."""
         torch.set_rng_state(self.host)
         set_device_states(*self.devices)
 

@@ -13,12 +13,10 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, grads
 from e2e_models import CHUNK, LOSS_CHUNK, build, plain, sample
-from streambp_fx.passes import evaluation, rules
-from streambp_fx.passes.lower import lower
 
 import streambp_fx
 from streambp_fx import CompileError, StreamBPWarning
-from streambp_fx.passes import chunk, rules
+from streambp_fx.passes import evaluation, rules
 from streambp_fx.passes.lower import lower
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from e2e_check import assert_close_grads, check_exact, step, transform
 from e2e_models import LOSS_CHUNK, VOCAB, build, plain, sample
-from streambp_fx.passes.schedule import parts
 from torch import Tensor, nn
 
 import streambp_fx
+from streambp_fx.passes.schedule import parts
 from streambp_fx.runtime import streamed
 from streambp_fx.runtime.common import split_rows
 

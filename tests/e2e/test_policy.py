@@ -13,14 +13,12 @@ import torch
 from e2e_check import check_exact, compare, in_double, pair, step
 from e2e_memory import measure
 from e2e_models import build, padded, plain, sample
-from streambp_fx.passes.ir import Facts
-from streambp_fx.passes.kept_attention import attention_outputs
-from streambp_fx.passes.policy import Policy, candidates
 
 import streambp_fx
 from streambp_fx.errors import OffloadError
 from streambp_fx.passes.ir import Facts
-from streambp_fx.passes.policy import Policy, attention_outputs, candidates
+from streambp_fx.passes.kept_attention import attention_outputs
+from streambp_fx.passes.policy import Policy, candidates
 from streambp_fx.runtime import offload
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 2048}

@@ -17,6 +17,7 @@ from e2e_subject import Subject
 from torch.fx import Tracer, _symbolic_trace
 
 import streambp_fx
+from streambp_fx.passes.tracing import trace
 from streambp_fx.streamed_forward import _resting
 
 LLAMA = functools.partial(build, "llama", num_hidden_layers=1)

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from graphs import WIDTH, in_backend
+from torch import nn
+from torch.fx import Graph, Node
+
 from streambp_fx.passes import analyze
 from streambp_fx.passes.custom_gradient import CustomFunction
 from streambp_fx.passes.extract import Subgraph
@@ -31,8 +34,6 @@ from streambp_fx.passes.sequence import find_lengths
 from streambp_fx.passes.sources import path
 from streambp_fx.passes.symbols import Lengths
 from streambp_fx.passes.vjp import Traced
-from torch import nn
-from torch.fx import Graph, Node
 
 CLASSES = 11
 

@@ -42,10 +42,6 @@ from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.segment import _judge, connect
 from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
 from streambp_fx.passes.symbols import SymbolTable, new_fake_mode
-from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 PLAIN, OUTER, INNER, SCORES = "plain", "outer", "inner", "scores"

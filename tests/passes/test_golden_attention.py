@@ -9,13 +9,14 @@ import pytest
 import torch
 from golden import check_golden
 from golden_graphs import Words, sections, source
-from streambp_fx.passes import kernels
-from streambp_fx.passes.attention import PrefixAttention, attend, attend_plainly
-from streambp_fx.passes.kernels import CpuFlash, choose
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from streambp_fx.passes import kernels
+from streambp_fx.passes.attention import PrefixAttention, attend, attend_plainly
+from streambp_fx.passes.kernels import CpuFlash, choose
 
 aten = torch.ops.aten
 # A chunk of three rows behind five columns: four query heads of size 8, and two heads of keys and values.

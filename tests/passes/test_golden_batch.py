@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, Stages, ids, sections, source, with_batch, without_places
+from torch import Tensor
+
 from streambp_fx.passes.batch import Samples, batch, batch_size
 from streambp_fx.passes.states import find_states
-from torch import Tensor
 
 
 def verdicts(function: Callable[..., Any], name: str, *inputs: Tensor) -> list[Samples | str]:

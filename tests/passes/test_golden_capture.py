@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, Stages, ids, listed, sections, source, stages, with_batch
-from streambp_fx.passes.sources import path
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from streambp_fx.passes.sources import path
 
 aten = torch.ops.aten
 

@@ -20,11 +20,12 @@ from golden_graphs import (
     traced,
     traced_text,
 )
+from torch import Tensor
+
 from streambp_fx.passes.chunk import ChunkProgram
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.ir import Role
 from streambp_fx.passes.programs import SegmentPrograms
-from torch import Tensor
 
 aten = torch.ops.aten
 pytestmark = needs_symbols

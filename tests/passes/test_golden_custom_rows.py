@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, Stages, ids, needs_symbols, sections, source, stages
-from streambp_fx.passes.custom_gradient import CustomFunction
 from torch import Tensor
 from torch.fx import Node
+
+from streambp_fx.passes.custom_gradient import CustomFunction
 
 pytestmark = needs_symbols  # and Dynamo hands over such functions in another way
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, ids, listed, part_text, sections, source, stages
-from streambp_fx.passes.extract import Subgraph
 from torch import Tensor
 from torch.fx import Node
+
+from streambp_fx.passes.extract import Subgraph
 
 aten = torch.ops.aten
 

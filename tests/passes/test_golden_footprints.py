@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, Stages, ids, sections, source, stages
-from streambp_fx.passes.ir import Reach
 from torch import Tensor
+
+from streambp_fx.passes.ir import Reach
 
 INFINITE = float("-inf")
 

@@ -22,14 +22,15 @@ from golden_graphs import (
     source,
     stages,
 )
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from streambp_fx.passes.cost import Memory, ProgramCost, largest, program_cost
 from streambp_fx.passes.extract import Subgraph
 from streambp_fx.passes.joint import WholeStep
 from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.sources import path
-from torch import Tensor
-from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 ROWS, T = sympy.Symbol("rows", integer=True, positive=True), sympy.Symbol("T", integer=True, positive=True)

@@ -20,11 +20,12 @@ from golden_graphs import (
     stages,
     traced_text,
 )
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from streambp_fx.passes.ir import sum_dtype
 from streambp_fx.passes.lower import lower
 from streambp_fx.passes.programs import SegmentPrograms
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
 NAMES = ["x", "gradient", "total"]

@@ -9,9 +9,10 @@ import pytest
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, ids, listed, part_text, sections, source, stages
+from torch import Tensor
+
 from streambp_fx.passes.extract import Subgraph
 from streambp_fx.passes.objective import is_linear
-from torch import Tensor
 
 
 def losses(m: Small, ids: Tensor) -> Tensor:

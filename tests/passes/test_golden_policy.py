@@ -10,10 +10,11 @@ import pytest
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, ids, listed, sections, source, stages
+from torch import Tensor
+
 from streambp_fx.passes.ir import Facts
 from streambp_fx.passes.kept_attention import attention_outputs, row_bytes_of_attention
 from streambp_fx.passes.policy import Policy, candidates, groups, rows_from_outside
-from torch import Tensor
 
 POLICIES = [Policy(), Policy("attention"), Policy("inputs", 2), Policy("attention", 2), Policy("inputs", 4)]
 

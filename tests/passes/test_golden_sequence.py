@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import Small, ids, listed, source
 from graphs import in_backend
+from torch import Tensor
+
 from streambp_fx.passes.ir import expression
 from streambp_fx.passes.sequence import find_lengths
 from streambp_fx.passes.sources import source_name
-from torch import Tensor
 
 
 def found_in(function: Callable[..., Any], name: str, *inputs: Tensor, **options: Any) -> dict[str, str]:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import ids, sections, source, stages
-from streambp_fx.passes.sources import path
 from torch import Tensor, nn
+
+from streambp_fx.passes.sources import path
 
 Layer = Callable[[nn.Linear, Tensor, int], Tensor]
 

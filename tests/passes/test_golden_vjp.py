@@ -23,10 +23,11 @@ from golden_graphs import (
     traced,
     traced_text,
 )
+from torch import Tensor
+
 from streambp_fx.passes.inputs import Extent
 from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.vjp import Traced
-from torch import Tensor
 
 aten = torch.ops.aten
 pytestmark = needs_symbols

@@ -13,6 +13,7 @@ import pytest
 import torch
 from one_op import Case, Unsuited, build, cases, check
 from opdb_cases import Call, calls_by_hand, calls_of_entry, database, entries_for
+
 from streambp_fx.passes.purity import is_random
 from streambp_fx.passes.rules import RULES
 from streambp_fx.passes.rules.pointwise import POINTWISE, pointwise_ops, tagged_ops

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from graphs import OneLayer, facts_of
+from torch import Tensor, nn
+
 from streambp_fx.passes.programs import SegmentPrograms
 from streambp_fx.passes.step.build import Way
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
@@ -28,7 +30,6 @@ from streambp_fx.passes.step.instructions import (
     Run,
 )
 from streambp_fx.passes.step.text import text, to_json
-from torch import Tensor, nn
 
 
 class WithLoss(nn.Module):

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import OneLayer, facts_of, one_layer
+from torch import Tensor, nn
+
 from streambp_fx.passes.ir import Reach, shape_of
 from streambp_fx.passes.states import find_states
-from torch import Tensor, nn
 
 aten = torch.ops.aten
 

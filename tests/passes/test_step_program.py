@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from golden import check_golden
 from graphs import facts_of
+from torch import Tensor, nn
+
 from streambp_fx.passes.ir import Facts
 from streambp_fx.passes.policy import Policy
 from streambp_fx.passes.schedule.build import schedule
@@ -37,7 +39,6 @@ from streambp_fx.passes.schedule.transforms import (
     moved,
     transformed,
 )
-from torch import Tensor, nn
 
 
 class Layer(nn.Module):
