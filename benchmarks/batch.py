@@ -103,12 +103,12 @@ class Predicted:
         """The largest batch that fits; with checkpointing if there is no chunk."""
         import sympy
 
-        from streambp_fx import unstreamed
-        from streambp_fx.ledger import BATCH, CHUNK, LOSS_CHUNK, TOKENS
+        from streambp_fx.cost import eager_step
+        from streambp_fx.cost.held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS
         from streambp_fx.options import Options
 
         cost, loss_rows = self.planner.cost, Options().loss_rows
-        general = unstreamed.peak_expression(cost, True) if chunk is None else cost.peak_expression()
+        general = eager_step.peak_expression(cost, True) if chunk is None else cost.peak_expression()
         peak = sympy.lambdify((BATCH, TOKENS, CHUNK, LOSS_CHUNK), cost.for_batch(general), "math")
         rows = chunk or self.tokens
         return largest(lambda batch: peak(batch, self.tokens, rows, loss_rows(batch)) <= budget)

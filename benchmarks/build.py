@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from streambp_fx.report.measure import MODES, StepSpec
-from streambp_fx.report.worker import Step, build_step
+from streambp_fx.measure.step import MODES, StepSpec
+from streambp_fx.measure.worker import Step, build_step
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streambp_fx.ledger import HIDDEN, STATE, STATE_GRADIENTS, STORED
+from streambp_fx.cost.held_bytes import HIDDEN, STATE, STATE_GRADIENTS, STORED
 
 from .errors import BenchmarkError
 
@@ -99,7 +99,8 @@ class Workload:
 
 
 def floors_per_token(config: dict[str, Any], dtype: str = "float32") -> dict[str, int]:
-    """Bytes that each token needs at the least, if nothing is offloaded, by cause (`streambp_fx.ledger`).
+    """Bytes that each token needs at the least, if nothing is offloaded, by cause
+    (`streambp_fx.cost.held_bytes`).
 
     They are the inputs of all layers, the hidden state and its gradient, and of one layer keys, values and
     their gradients.

@@ -26,17 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 import streambp_fx
-from streambp_fx.ledger import (
-    CAUSES,
-    KEPT,
-    PARAMETERS,
-    STATE,
-    STATE_GRADIENTS,
-    Moment,
-)
-from streambp_fx.passes.cost import Memory
-from streambp_fx.passes.lower import Lowered
-from streambp_fx.report.models import load_model, random_tokens
+from streambp_fx.cost.held_bytes import CAUSES, KEPT, PARAMETERS, STATE, STATE_GRADIENTS, Moment
+from streambp_fx.models.loading import load_model, random_tokens
+from streambp_fx.passes.cost.program import Memory
+from streambp_fx.passes.s5_lower.lower import Lowered
 from streambp_fx.schedule import Schedule
 
 from .cases import ELEMENT, Case, Workload, cases_named, floors_per_token, head_size, shrunk

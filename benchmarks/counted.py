@@ -5,9 +5,9 @@ python -m benchmarks.counted --layers 2 --tokens 8192,16384 --chunk 2000 --save 
 python -m benchmarks.counted --layers 2 --tokens 1000000 --offload disk    # what is kept lies elsewhere
 
 The compiled step runs forward and backward as ever, on fake tensors: buffers are made and let go in the same
-order, and their bytes are counted op by op (`streambp_fx.report.live`). Beside them stands what the cost
-model predicts. Weights, their gradients (which are there before the step) and the inputs do not count. The
-dtype is bfloat16. Takes seconds a layer and 8192 tokens; what kernels need inside is not seen. With
+order, and their bytes are counted op by op (`streambp_fx.measure.live_bytes`). Beside them stands what the
+cost model predicts. Weights, their gradients (which are there before the step) and the inputs do not count.
+The dtype is bfloat16. Takes seconds a layer and 8192 tokens; what kernels need inside is not seen. With
 `--offload` tensors leave and come back when the store's do, and do not count while they are elsewhere.
 """
 
@@ -26,14 +26,14 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 import streambp_fx
-from streambp_fx.passes.ir import expression
-from streambp_fx.report.live import LiveBytes
+from streambp_fx.measure.live_bytes import LiveBytes
+from streambp_fx.passes.graph.facts import expression
 from streambp_fx.runtime import executor as executors
 from streambp_fx.runtime.executor import Executor
-from streambp_fx.runtime.head import LIMITS
 from streambp_fx.runtime.offload import Store, Stored
-from streambp_fx.runtime.questions import Questions
-from streambp_fx.runtime.streamed import SegmentRunner
+from streambp_fx.runtime.segments.loss_head import LIMITS
+from streambp_fx.runtime.segments.questions_to_data import Questions
+from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 from streambp_fx.schedule import Schedule
 
 from .gpu import QWEN3_8B

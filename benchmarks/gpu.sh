@@ -26,6 +26,6 @@ cp -r "$root/benchmarks" "$stage/benchmarks"
 cd "$stage"
 export PYTHONPATH="$stage" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# What counts on a CPU is the resident memory, see streambp_fx/report/measure.py.
+# What counts on a CPU is the resident memory, see streambp_fx/measure/step.py.
 case " $* " in *" --tiny "*) export MALLOC_MMAP_THRESHOLD_=65536 ;; esac
 "${PYTHON:-python3}" -m benchmarks.gpu --out "$out" "$@"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from streambp_fx.report.measure import Measurement, measure_step
-from streambp_fx.report.models import random_tokens
+from streambp_fx.measure.step import Measurement, measure_step
+from streambp_fx.models.loading import random_tokens
 
 from .build import PeerSpec, build
 from .modes import MODES, Setup

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from streambp_fx.report.models import random_tokens
+from streambp_fx.models.loading import random_tokens
 
 from .cases import CASES, Workload
 from .gpu_steps import Job, clear_gradients, make_model, make_step

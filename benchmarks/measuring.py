@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from streambp_fx.report.measure import Measurement, WorkerError, run_isolated
-from streambp_fx.report.models import load_model, save_copy
+from streambp_fx.measure.step import Measurement, WorkerError, run_isolated
+from streambp_fx.models.loading import load_model, save_copy
 
 from .build import PeerSpec
 from .cases import Workload

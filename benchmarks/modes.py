@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streambp_fx.passes.kernels import CUDNN_FROM, cudnn_version
+from streambp_fx.passes.s4_trace.attention_kernels import CUDNN_FROM, cudnn_version
 
 from .errors import BenchmarkError
 

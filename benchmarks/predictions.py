@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import streambp_fx
-from streambp_fx.report.live import peak_live_bytes
-from streambp_fx.report.measure import StepSpec, run_isolated
-from streambp_fx.report.models import load_model, random_tokens
+from streambp_fx.measure.live_bytes import peak_live_bytes
+from streambp_fx.measure.step import StepSpec, run_isolated
+from streambp_fx.models.loading import load_model, random_tokens
 
 from .tables import MIB
 

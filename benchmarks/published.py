@@ -3,7 +3,7 @@
 python published.py --checkout PATH --what WHAT --json SPEC
 
 It is run by the Python of that environment, whose transformers are too old for this package, so it imports
-nothing of it: the meter is loaded from its file. Arguments and events are `streambp_fx.report.worker`'s.
+nothing of it: the meter is loaded from its file. Arguments and events are `streambp_fx.measure.worker`'s.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-METER = Path(__file__).parents[1] / "streambp_fx" / "report" / "measure.py"
+METER = Path(__file__).parents[1] / "streambp_fx" / "measure" / "step.py"
 #: Its authors' choice.
 LOGITS_CHUNK = 100
 
 
 def meter() -> Any:
-    """The module `streambp_fx.report.measure`, without the package."""
+    """The module `streambp_fx.measure.step`, without the package."""
     spec = importlib.util.spec_from_file_location("measure", METER)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from streambp_fx.report.measure import MMAP_THRESHOLD, Peak
+from streambp_fx.measure.step import MMAP_THRESHOLD, Peak
 
 from .cases import CONFIGS
 from .gpu_steps import make_model

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from streambp_fx.ledger import (
+from streambp_fx.cost.held_bytes import (
     BODIES,
     DATA,
     HIDDEN,
@@ -27,11 +27,11 @@ from streambp_fx.ledger import (
     STORED,
     Moment,
 )
-from streambp_fx.passes.ir import Kind
-from streambp_fx.passes.lower import Lowered
+from streambp_fx.measure.live_bytes import LiveBytes
+from streambp_fx.passes.graph.facts import Kind
+from streambp_fx.passes.s5_lower.lower import Lowered
 from streambp_fx.passes.step.instructions import BufferKind
-from streambp_fx.report.live import LiveBytes
-from streambp_fx.runtime.streamed import SegmentRunner
+from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 
 
 @dataclass(frozen=True)

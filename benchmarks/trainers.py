@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from streambp_fx.report.measure import MMAP_THRESHOLD, Peak
-from streambp_fx.report.models import SMOLLM2, english_tokens, load_model
+from streambp_fx.measure.step import MMAP_THRESHOLD, Peak
+from streambp_fx.models.loading import SMOLLM2, english_tokens, load_model
 
 from .plots import draw_training
 from .session import DOCS
@@ -50,7 +50,7 @@ class RunSpec:
         tokens: of each sequence.
         steps: of the optimizer.
         chunk, loss_chunk: sequence rows of a chunk ("streamed" only).
-        source: of the model, see `report.models.load_model`.
+        source: of the model, see `models.loading.load_model`.
         options: further options of the callback ("streamed" only).
     """
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from streambp_fx.report.worker import main
+from streambp_fx.measure.worker import main
 
 from .build import PeerSpec, build
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from streambp_fx.report.live import peak_live_bytes, peak_live_bytes_compiled
+from streambp_fx.measure.live_bytes import peak_live_bytes, peak_live_bytes_compiled
 
 LENGTH = 512
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import streambp_fx
-from streambp_fx.report.live import peak_live_bytes
+from streambp_fx.measure.live_bytes import peak_live_bytes
 
 TOKENS, CHUNK = 2048, 512
 

@@ -7,7 +7,7 @@ it is; the loss is a clipped ratio of probabilities, token by token, with a pena
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from streambp_fx.report.live import peak_live_bytes, peak_live_bytes_compiled
+from streambp_fx.measure.live_bytes import peak_live_bytes, peak_live_bytes_compiled
 
 GROUP, PROMPT, COMPLETION = 4, 16, 240
 

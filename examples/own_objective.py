@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import streambp_fx
-from streambp_fx.report.live import peak_live_bytes, peak_live_bytes_compiled
+from streambp_fx.measure.live_bytes import peak_live_bytes, peak_live_bytes_compiled
 
 LENGTH, ANSWER = 768, 512  # tokens of a sequence, and how many of them at its end are the answer
 

@@ -25,8 +25,8 @@ from .plan import Plan, plan  # noqa: E402
 from .schedule import Schedule  # noqa: E402
 from .trace import Trace, diff, trace  # noqa: E402
 from .transform import restore, schedule, transform  # noqa: E402
-from .verification import Verification  # noqa: E402
 from .verify import verify  # noqa: E402
+from .verifying.result import Verification  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

@@ -17,27 +17,27 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from .auto import AutoExecutor
-from .checking.record import Record
+from .auto_executor import AutoExecutor
+from .checking.checked_kinds import Record
 from .checking.self_check import self_check
-from .dynamic import declare_dynamic, remove_declarations, specialize_floats
+from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
+from .dynamo.live_objects import Registry
+from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats
 from .errors import CompileError, StreamBPWarning
-from .hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .options import Options
 from .passes import PassError, analyze
-from .passes.axes import is_secondary
-from .passes.functional import NotPureError
-from .passes.ir import Facts
-from .passes.sequence import find_lengths, is_called, lengths_read, where_read
-from .passes.sources import source_line, source_name
-from .passes.symbols import Lengths
-from .passes.vjp import without_saved_tensors_hooks
-from .progress import announced
-from .registry import Registry
+from .passes.graph.facts import Facts
+from .passes.graph.functionalization import NotPureError
+from .passes.graph.sources import source_line, source_name
+from .passes.graph.symbols import Lengths
+from .passes.s1_capture.sequence_length import find_lengths, is_called, lengths_read, where_read
+from .passes.s2_prove.axes import is_secondary
+from .passes.s4_trace.vjp import without_saved_tensors_hooks
 from .runtime.executor import Executor
-from .runtime.failures import FALL_BACK, REPORT, compile_error
-from .runtime.kinds import StepKind
+from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
+from .runtime.step_kinds import StepKind
 from .schedule import Schedule
+from .show.progress import announced
 
 log = logging.getLogger(__name__)
 Report = Callable[[Schedule], None]
@@ -208,8 +208,8 @@ class CompiledGraph:
         """What runs these inputs; made where there is none for their sizes.
 
         NOTE [sizes that become different]: which sizes are the sequence is read from those that are equal
-        (`sequence`, NOTE [one sequence length]), and may be others in another call: the rows of an encoder
-        were as many as the tokens, and are no longer.
+        (`sequence_length`, NOTE [one sequence length]), and may be others in another call: the rows of an
+        encoder were as many as the tokens, and are no longer.
         """
         version = next((v for v in self.versions if v.accepts(inputs)), None)
         if version is not None:

@@ -64,7 +64,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from .demo import DemoOptions, run_demo
+    from .commands.demo import DemoOptions, run_demo
 
     options = DemoOptions(
         model=args.model,
@@ -121,7 +121,7 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from .report.verification import VerifyOptions, run_verify
+    from .commands.verify import VerifyOptions, run_verify
 
     options = VerifyOptions(
         model=args.model,
@@ -198,10 +198,10 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from .commands.plan import print_plan
+    from .commands.published import print_published
     from .errors import PlanError
     from .plan import plan
-    from .report.planning import print_plan
-    from .report.published import print_published
 
     sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
     weights = {"dtype": args.dtype, "optimizer": args.optimizer}
@@ -241,7 +241,7 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from .report.explaining import ExplainOptions, run_explain
+    from .commands.explain import ExplainOptions, run_explain
 
     asked = {k: v for k, v in vars(args).items() if k not in ("command", "handler")}
     run_explain(ExplainOptions(**asked))
@@ -282,8 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         from .errors import CaptureError, OutputError, PlanError, StreamBPError, VerificationError
-        from .report.measure import MeasurementError, WorkerError
-        from .report.models import ModelSourceError
+        from .measure.step import MeasurementError, WorkerError
+        from .models.loading import ModelSourceError
 
         if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
             raise

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .passes.policy import Policy
+from .passes.s3_cut.policy import Policy
 from .units import parse_bytes
 
 # Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight

@@ -14,13 +14,13 @@ import sympy
 import torch
 from torch import nn
 
-from . import unstreamed
-from .cost import StepCost
+from .cost import eager_step
+from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
+from .cost.step import StepCost
 from .errors import PlanError
 from .explain import explain
-from .ledger import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
 from .options import Options, chunk_sizes
-from .passes.policy import Policy, candidates
+from .passes.s3_cut.policy import Policy, candidates
 from .units import parse_bytes
 
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
@@ -107,7 +107,7 @@ def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | 
     Raises:
         PlanError: no such model, or not a causal language model, or peft is missing.
     """
-    from .report.models import ModelSourceError, model_from_config
+    from .models.loading import ModelSourceError, model_from_config
 
     if dtype not in DTYPES:
         raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
@@ -207,7 +207,7 @@ class Planner:
             checkpointing: with gradient checkpointing of each layer.
         """
         expression = self.cost.for_batch(
-            unstreamed.peak_expression(self.cost, checkpointing), self.batch_size
+            eager_step.peak_expression(self.cost, checkpointing), self.batch_size
         )
         return _longest(sympy.lambdify((TOKENS,), expression, "math"), budget)
 
@@ -274,7 +274,7 @@ class Planner:
             offloaded_bytes=int(self.cost.offloaded(sizes)),
             by_cause={c: int(peak.bytes[c]) for c in CAUSES if c in peak.bytes},
             flops=flops,
-            recompute_factor=round(flops / unstreamed.flops(self.cost, sizes), 4),
+            recompute_factor=round(flops / eager_step.flops(self.cost, sizes), 4),
             tokens_per_gib=int(2**30 * tokens / slope) if slope > 0 else 0,
             eager_seq_len=None if budget is None else self.longest_unstreamed(budget, False),
             checkpointing_seq_len=None if budget is None else self.longest_unstreamed(budget, True),

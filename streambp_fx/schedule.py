@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .code import generate
-from .dot import dot
-from .files import check_writable, write_whole
-from .memory import StepMemory
-from .page import page
-from .plots import plot_memory
-from .schedule_text import schedule_text
-from .scheduled_step import ScheduledStep
-from .step_program import StepListing
+from .show.code import generate
+from .show.dot import dot
+from .show.memory_plot import plot_memory
+from .show.page import page
+from .show.schedule_text import schedule_text
+from .show.scheduled_step import ScheduledStep
+from .show.step_listing import StepListing
+from .show.step_memory import StepMemory
+from .show.whole_files import check_writable, write_whole
 
 
 @dataclass

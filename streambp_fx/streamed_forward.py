@@ -24,8 +24,13 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from .adapters import lengthens_sequence, prepare_tracing
-from .arguments import (
+from .backend import compile_graph
+from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
+from .dynamo.live_objects import Registry
+from .dynamo.messages import LOGGERS, in_plain_words
+from .errors import CaptureError, CompileError, StreamBPWarning
+from .models.adapters import lengthens_sequence, prepare_tracing
+from .models.arguments import (
     Arguments,
     cannot_be_streamed,
     counted,
@@ -34,18 +39,13 @@ from .arguments import (
     signature_of,
     without_cache,
 )
-from .backend import compile_graph
-from .checkpointing import TakeOver
-from .dynamo_words import LOGGERS, in_plain_words
-from .errors import CaptureError, CompileError, StreamBPWarning
-from .hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
-from .logits import rebuilt, vocabularies, without_lazy, without_logits
+from .models.checkpointing import TakeOver
+from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
+from .models.plain_forms import in_plain_pytorch
+from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
-from .plain_forms import in_plain_pytorch
-from .progress import announced
-from .registry import Registry
 from .schedule import Schedule
-from .within import caller_of_forward, is_of_transformers, switched_by_others
+from .show.progress import announced
 
 # Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
 all_forwards: Registry[StreamedForward] = Registry()
@@ -202,8 +202,8 @@ class StreamedForward:
         """Tell Dynamo which dims carry the sequence, so that another length is the same graph.
 
         NOTE [batch sizes]: the batch size is a symbol as well, so that further ones share the graph, and so
-        that a part of the batch can be run where the rest is padding (`runtime.blocks`). PyTorch compiles a
-        graph of its own for one sequence.
+        that a part of the batch can be run where the rest is padding (`runtime.segments.step_blocks`).
+        PyTorch compiles a graph of its own for one sequence.
         """
         self._dims = dims_of_sequence(given, self.options.seq_dim or {})
         for name, value in given.tensors():

@@ -13,8 +13,8 @@ from torch import nn
 from .errors import CaptureError, UnknownPassError
 from .explain import _Explained, _prepared
 from .options import Options
-from .passes.ir import CapturedGraph, Facts
-from .passes.log import masks_text, observed, program_text
+from .passes.graph.facts import CapturedGraph, Facts
+from .passes.graph.pass_log import masks_text, observed, program_text
 from .schedule import Schedule
 
 
@@ -55,7 +55,7 @@ class Trace:
         """The program after a pass as text: an op a line, with shape, what was proved of it, and source line.
 
         "masks" gives the predicates that were proved of the masks, and "lower" the finished program, which is
-        `schedule.code()`.
+        `s6_schedule.code()`.
 
         Raises:
             UnknownPassError: there is no such pass.

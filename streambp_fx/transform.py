@@ -8,16 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from .arguments import (
-    signature_of,
-)
 from .backend import schedules_of
 from .errors import CaptureError
+from .models.arguments import signature_of
+from .models.nested_models import models_within
 from .options import Options
 from .schedule import Schedule
 from .streamed_forward import StreamedForward, all_forwards
 from .versions import check_versions
-from .within import models_within
 
 
 def transform(

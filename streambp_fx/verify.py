@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .backend import compile_graph
-from .claims import summarize
 from .errors import CaptureError, StreamBPWarning, VerificationError
-from .isolation import buffers_put_back, left_as_it_was
 from .options import LOSS_CHUNK, Options
-from .passes.ir import Facts
-from .probe import IndependenceProbe, check_not_random
+from .passes.graph.facts import Facts
+from .probing.probe import IndependenceProbe, check_not_random
+from .probing.tried_claims import summarize
 from .schedule import Schedule
 from .streamed_forward import StreamedForward
 from .transform import restore, transform
-from .verification import GradientCheck, LossCheck, Verification
+from .verifying.result import GradientCheck, LossCheck, Verification
+from .verifying.untouched_model import buffers_put_back, left_as_it_was
 
 # What sums taken in another order may change, relative to the norm. Models compute norms, softmax and the
 # loss in float32 whatever their weights are, so float64 weights alone do not give float64 gradients. In

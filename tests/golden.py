@@ -7,14 +7,15 @@ from pathlib import Path
 
 
 def check_golden(found: str, test: str, name: str) -> None:
-    """Compare a text with the one in `golden/NAME.txt` beside a test.
+    """Compare a text with the one in `golden/NAME.txt` beside a test, or in a folder above.
 
     Args:
         found: the text.
         test: `__file__` of the test.
         name: of the text.
     """
-    path = Path(test).parent / "golden" / f"{name}.txt"
+    above = next((p for p in Path(test).parents if (p / "golden").is_dir()), Path(test).parent)
+    path = above / "golden" / f"{name}.txt"
     if os.environ.get("STREAMBP_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(found + "\n")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from streambp_fx.cli import build_parser, main
-from streambp_fx.demo import DemoOptions, run_demo
+from streambp_fx.commands.demo import DemoOptions, run_demo
 
 TINY = {
     "model_type": "llama",
@@ -38,7 +38,7 @@ def test_defaults():
 @pytest.mark.parametrize(("given", "chunk"), [([], 25), (["--chunk", "7"], 7)])
 def test_the_chunk_is_a_quarter_rounded_up_unless_it_is_given(monkeypatch, given, chunk):
     seen = []
-    monkeypatch.setattr("streambp_fx.demo.run_demo", seen.append)
+    monkeypatch.setattr("streambp_fx.commands.demo.run_demo", seen.append)
     assert main(["demo", "--seq-len", "97", *given]) == 0
     assert seen == [DemoOptions(seq_len=97, chunk=chunk)]
 
@@ -90,12 +90,12 @@ def test_help(capsys, command, said):
 
 
 def test_a_failed_step_is_an_error_and_not_a_traceback(capsys, config, monkeypatch):
-    from streambp_fx.report.measure import WorkerError
+    from streambp_fx.measure.step import WorkerError
 
     def fail(*_):
         raise WorkerError("the streamed step failed")
 
-    monkeypatch.setattr("streambp_fx.demo.run_isolated", fail)
+    monkeypatch.setattr("streambp_fx.commands.demo.run_isolated", fail)
     assert main(["demo", "--model", config, "--seq-len", "8"]) == 1
     assert "error: the streamed step failed" in capsys.readouterr().err
 
@@ -118,7 +118,7 @@ def test_demo_on_a_tiny_model(config):
 
 def test_demo_command(monkeypatch, config):
     given = []
-    monkeypatch.setattr("streambp_fx.demo.run_demo", given.append)
+    monkeypatch.setattr("streambp_fx.commands.demo.run_demo", given.append)
     argv = ["demo", "--model", config, "--seq-len", "98", "--steps", "1", "--threads", "1"]
     assert main(argv) == 0
     assert given == [DemoOptions(model=config, seq_len=98, chunk=25, loss_chunk=256, steps=1, threads=1)]

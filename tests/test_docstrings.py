@@ -122,7 +122,7 @@ def test_one_line_is_enough_where_the_rest_is_known():
 def test_the_repository_is_read():
     """Passes are read once, and the names that users import are known."""
     code = Code.of_repository()
-    assert "passes/ir.py" in code.trees and "streambp_fx/plan.py" in code.trees
+    assert "passes/graph/facts.py" in code.trees and "streambp_fx/plan.py" in code.trees
     assert not any(path.startswith("streambp_fx/passes") for path in code.trees)
     assert {"transform", "Options"} <= code.exported
     names = [p.node.name for p in code.places() if p.exported]

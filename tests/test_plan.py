@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import streambp_fx
-from streambp_fx import PlanError, unstreamed
+from streambp_fx import PlanError
 from streambp_fx.cli import main
+from streambp_fx.commands import published
+from streambp_fx.cost import eager_step
+from streambp_fx.measure.live_bytes import peak_live_bytes
 from streambp_fx.plan import Planner, known_models, model_on_meta
-from streambp_fx.report import published
-from streambp_fx.report.live import peak_live_bytes
 from streambp_fx.units import parse_bytes
 
 SIZES = {"vocab_size": 900, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
@@ -233,5 +234,5 @@ def test_checkpointing_of_a_large_model_on_fake_tensors() -> None:
     assert resident / 2**30 == pytest.approx(30.5, abs=0.05)
     assert (resident + live) / 2**30 == pytest.approx(71, abs=1)
     cost = Planner(model_on_meta("Qwen3-8B")).cost
-    moments = unstreamed.timeline(cost, cost.sizes(20_000), checkpointing=True)
+    moments = eager_step.timeline(cost, cost.sizes(20_000), checkpointing=True)
     assert max(m.total for m in moments) == pytest.approx(live, rel=0.08)

@@ -11,8 +11,8 @@ LINK = ROOT / "streambp_fx" / "passes"
 
 PROBE = """
 from streambp_fx.options import Options
-from streambp_fx.passes.ir import Facts, Segment
-from streambp_fx.passes.policy import candidates
+from streambp_fx.passes.graph.facts import Facts, Segment
+from streambp_fx.passes.s3_cut.policy import candidates
 from streambp_fx.passes.rules import Rule
 from streambp_fx.passes.step.instructions import Procedure
 
@@ -25,10 +25,10 @@ def probe(facts: Facts, segment: Segment, procedure: Procedure, rule: Rule) -> N
     reveal_type(rule)
 """
 REVEALED = [
-    "list[streambp_fx.passes.ir.Segment]",
-    "streambp_fx.passes.ir.Mixing",
+    "list[streambp_fx.passes.graph.facts.Segment]",
+    "streambp_fx.passes.graph.facts.Mixing",
     "streambp_fx.passes.step.instructions.Procedure",
-    "streambp_fx.passes.policy.Policy",
+    "streambp_fx.passes.s3_cut.policy.Policy",
 ]
 
 

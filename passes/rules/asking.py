@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from ..ir import Axis, Facts, Layout, NotSeparable, operands, shape_of, tensors_of
+from ..graph.facts import Axis, Facts, Layout, NotSeparable, operands, shape_of, tensors_of
 from . import Rule, RuleContext
 
 STRICT = "STREAMBP_STRICT"

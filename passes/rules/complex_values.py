@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Layout
-from ..op_arguments import arguments
+from ..graph.facts import Layout
+from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, rule
 
 aten = torch.ops.aten

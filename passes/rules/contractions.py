@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import COLUMN, Axis, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, shape_of
-from ..op_arguments import arguments, sdpa_arguments
+from ..graph.facts import COLUMN_AXIS, Axis, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, shape_of
+from ..graph.op_arguments import arguments, sdpa_arguments
 from .registry import RuleContext, forbid, merge_aligned, rule
 
 aten = torch.ops.aten
@@ -85,9 +85,9 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
             if m.role is not Role.ROW or n.role is not Role.ROW:
                 raise NotSeparable("a product of columns")
             ctx.mixes(Mixing(node, columns=(right,)))
-            n = COLUMN
+            n = COLUMN_AXIS
         return (*batch, m, n)
-    if contracted_a == COLUMN and contracted_b == Axis() and m == Axis() and n is None:
+    if contracted_a == COLUMN_AXIS and contracted_b == Axis() and m == Axis() and n is None:
         ctx.mixes(Mixing(node, columns=(right,)))
         return (*batch, m, n)
     raise NotSeparable("a product that sums over the sequence axis")

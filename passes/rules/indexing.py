@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Kind, Layout, NotSeparable, shape_of
-from ..op_arguments import arguments
+from ..graph.facts import Kind, Layout, NotSeparable, shape_of
+from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, merge_aligned, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten

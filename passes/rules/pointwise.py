@@ -7,8 +7,8 @@ import functools
 import torch
 from torch.fx import Node
 
-from ..ir import ROW, Axis, Kind, Layout, NotSeparable, Role, shape_of
-from ..op_arguments import arguments
+from ..graph.facts import ROW_AXIS, Axis, Kind, Layout, NotSeparable, Role, shape_of
+from ..graph.op_arguments import arguments
 from .registry import RuleContext, merge_aligned, merge_axis, rule
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ def _take_rows(ctx: RuleContext, operand: Node, result: list[Axis | None]) -> No
         axis, known = layout[-offset], result[-offset]
         if axis is None or shape[-offset] == 1:
             continue
-        gives_way = known is not None and known.role is Role.COLUMN and axis == ROW and known.simple
+        gives_way = known is not None and known.role is Role.COLUMN and axis == ROW_AXIS and known.simple
         result[-offset] = known if gives_way else merge_axis(known, axis)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..ir import Layout, NotSeparable, operands
+from ..graph.facts import Layout, NotSeparable, operands
 from .registry import RuleContext, forbid, rule
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..ir import Kind, Layout, NotSeparable, Role
-from ..op_arguments import arguments
+from ..graph.facts import Kind, Layout, NotSeparable, Role
+from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, normalize_dim, rule
 
 aten = torch.ops.aten

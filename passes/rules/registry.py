@@ -8,8 +8,8 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from ..determinism import DETERMINISTIC
-from ..ir import Axis, Facts, Layout, Mixing, NotSeparable, Role
+from ..graph.determinism import DETERMINISTIC
+from ..graph.facts import Axis, Facts, Layout, Mixing, NotSeparable, Role
 
 Rule = Callable[["RuleContext", Node], Layout]
 RULES: dict[Any, Rule] = {}

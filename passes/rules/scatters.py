@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..ir import Layout, NotSeparable
-from ..op_arguments import arguments
+from ..graph.facts import Layout, NotSeparable
+from ..graph.op_arguments import arguments
 from .pointwise import align
 from .registry import RuleContext, forbid, normalize_dim, rule
 

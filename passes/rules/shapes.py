@@ -8,8 +8,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..ir import Axis, Kind, Layout, NotSeparable, expression, shape_of, tensors_of
-from ..op_arguments import arguments
+from ..graph.facts import Axis, Kind, Layout, NotSeparable, expression, shape_of, tensors_of
+from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, merge_axis, normalize_dim, rule
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ from .instructions import (
 )
 
 if TYPE_CHECKING:
-    from ..programs import SegmentPrograms
+    from ..s5_lower.programs import SegmentPrograms
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..ir import shape_of, sum_dtype, tensors_of
+from ..graph.facts import shape_of, sum_dtype, tensors_of
 from .instructions import (
     Allocate,
     Buffer,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..runtime.kinds import StepKind
+from ..runtime.step_kinds import StepKind
 
 # In what is left out: it is of some kind of step.
 OF_KINDS = "no short step is of that kind"

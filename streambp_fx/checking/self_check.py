@@ -27,22 +27,22 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ..auto import AutoExecutor
+from ..auto_executor import AutoExecutor
 from ..errors import StreamBPError
-from ..passes.batch import batch_size
-from ..passes.ir import Facts, tensors_of
-from ..passes.purity import is_random
+from ..passes.graph.facts import Facts, tensors_of
+from ..passes.graph.purity import is_random
 from ..passes.rules.asking import STRICT
+from ..passes.s2_prove.independent_samples import batch_size
 from ..runtime.executor import Executor
-from ..runtime.kinds import StepKind
-from .blame import Blame, blame
-from .claims import contradicted
-from .drawn import CLEAR as SMOOTH
-from .drawn import Drawn, Trial
-from .randomness import Drawing, comparable
+from ..runtime.step_kinds import StepKind
+from .dropout import CLEAR as SMOOTH
+from .dropout import Drawn, Trial
+from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
-from .runs import VANISHING, Difference, Noisy, Outcome, differences, run
-from .short import CHUNK, Cut, Sizes, candidates, wanted_rows
+from .same_random_numbers import Drawing, comparable
+from .short_inputs import CHUNK, Cut, ShortSizes, candidates, wanted_rows
+from .short_steps import VANISHING, Difference, Noisy, Outcome, differences, run
+from .try_claims import contradicted
 
 log = logging.getLogger(__name__)
 # Relative differences that rounding may make, by dtype; above it, rounding is measured.
@@ -202,7 +202,7 @@ class _Check:
 
     # ---- the two runs
 
-    def _reference(self) -> tuple[Sizes, list[Any], Outcome]:
+    def _reference(self) -> tuple[ShortSizes, list[Any], Outcome]:
         """Short sizes and inputs on which the captured graph has something finite to compare with."""
         reasons: list[str] = []
         for sizes, given in self._givens():
@@ -218,10 +218,10 @@ class _Check:
             reasons.append(f"on {sizes.rows} rows its loss or gradient is not finite, or zero")
         raise Unchecked(reasons[0] if reasons else "its capture assumed sizes that no short sequence has")
 
-    def _givens(self) -> Iterator[tuple[Sizes, Callable[[], list[Any]]]]:
+    def _givens(self) -> Iterator[tuple[ShortSizes, Callable[[], list[Any]]]]:
         """Short sizes and inputs, the best first: such that the step is of the same kind."""
         every = list(self._sizes())
-        best: tuple[Sizes, int | None] | None = None
+        best: tuple[ShortSizes, int | None] | None = None
         whole = [self._as_whole(sizes) for sizes in every]
         for sizes, behind in itertools.product([*every, *whole], (None, 2, CHUNK + 4)):
             kind = self._kind(sizes, self._cut(sizes, behind))
@@ -236,17 +236,17 @@ class _Check:
             for redraw in (False, True):
                 yield sizes, functools.partial(self.cut.to, sizes, redraw)
 
-    def _as_whole(self, sizes: Sizes) -> Sizes:
+    def _as_whole(self, sizes: ShortSizes) -> ShortSizes:
         """The same in one chunk, where that is what the step has."""
         total, chunks = self.real[self.cut.sequence], (self.kind.chunk, self.kind.loss_chunk)
         own = (sizes.chunk, sizes.loss_chunk)
         chunk, loss_chunk = (sizes.rows if c >= total else o for c, o in zip(chunks, own, strict=True))
         return dataclasses.replace(sizes, chunk=chunk, loss_chunk=loss_chunk)
 
-    def _cut(self, sizes: Sizes, behind: int | None) -> list[Any]:
+    def _cut(self, sizes: ShortSizes, behind: int | None) -> list[Any]:
         return self.cut.to(sizes, behind=behind)
 
-    def _kind(self, sizes: Sizes, given: Sequence[Any]) -> StepKind | None:
+    def _kind(self, sizes: ShortSizes, given: Sequence[Any]) -> StepKind | None:
         """The kind of the streamed short step; None if it fails."""
         try:
             return self.executor.kind(given, sizes.chunk, sizes.loss_chunk)
@@ -254,7 +254,7 @@ class _Check:
             log.info("a short step cannot be prepared", exc_info=True)
             return None
 
-    def _sizes(self) -> Iterator[Sizes]:
+    def _sizes(self) -> Iterator[ShortSizes]:
         """Short sizes that the graph was captured for."""
         count = 0
         wanted, chunks = wanted_rows(self.facts), (self.kind.chunk, self.kind.loss_chunk)
@@ -271,13 +271,13 @@ class _Check:
         parameters = (k for k, v in enumerate(self.inputs) if isinstance(v, torch.nn.Parameter))
         return frozenset(k for k in parameters if k not in self.executor.written.positions)
 
-    def _streamed(self, sizes: Sizes, given: Sequence[Any], constant: Collection[int]) -> Outcome:
+    def _streamed(self, sizes: ShortSizes, given: Sequence[Any], constant: Collection[int]) -> Outcome:
         return run(self._call(sizes), given, self.fixed, constant=constant)
 
-    def _call(self, sizes: Sizes) -> Callable[..., list[Any]]:
+    def _call(self, sizes: ShortSizes) -> Callable[..., list[Any]]:
         return functools.partial(self.executor, rows=sizes.chunk, loss_rows=sizes.loss_chunk)
 
-    def _drawn(self, sizes: Sizes, given: Sequence[Any]) -> Drawn:
+    def _drawn(self, sizes: ShortSizes, given: Sequence[Any]) -> Drawn:
         """Dropout, see NOTE [dropout in a self-check]."""
         if DROPOUT not in self.parts or not any(is_random(n) for n in self.facts.nodes):
             return Drawn(True)
@@ -349,7 +349,7 @@ class _Check:
     # ---- words
 
     def _failed(
-        self, checked: SelfCheck, reason: str, sizes: Sizes, given: list[Any], raised: bool = False
+        self, checked: SelfCheck, reason: str, sizes: ShortSizes, given: list[Any], raised: bool = False
     ) -> SelfCheck:
         """The first segment and op that differ; of a step that has `raised` its error says what is wrong."""
         try:
@@ -369,7 +369,7 @@ class _Check:
         share = difference.gap / difference.scale if difference.scale else math.inf
         return f"{difference.what} differs by {share:.1e} of its norm"
 
-    def _left_out(self, sizes: Sizes, kind: StepKind | None, drawn: Drawn) -> Iterator[str]:
+    def _left_out(self, sizes: ShortSizes, kind: StepKind | None, drawn: Drawn) -> Iterator[str]:
         if kind is None or not kind.covers(self.kind):
             yield f"steps with {self.kind}, in part: {OF_KINDS}"
         windows = {int(s.window): s.index for s in self.facts.segments if s.window is not None}

@@ -13,26 +13,26 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..options import Options
-from ..passes.batch import batch_size
-from ..passes.ir import Facts, evaluate_size, tensors_of
-from ..passes.policy import Policy
-from ..passes.programs import SegmentPrograms
-from ..passes.schedule.build import schedule
-from ..passes.schedule.parts import Making, Programs, StepParts
-from ..passes.schedule.program import StepProgram
-from ..passes.schedule.transforms import transformed
-from ..passes.segment import samples
-from .blocks import Step
-from .common import OwnedBuffers, attribute
-from .head import Sweep, sweep_of
-from .kinds import Draws, Prepared, StepKind, step_kind
+from ..passes.graph.facts import Facts, evaluate_size, tensors_of
+from ..passes.s2_prove.independent_samples import batch_size
+from ..passes.s3_cut.policy import Policy
+from ..passes.s3_cut.segment import samples
+from ..passes.s5_lower.programs import SegmentPrograms
+from ..passes.s6_schedule.build import schedule
+from ..passes.s6_schedule.program import StepProgram
+from ..passes.s6_schedule.step_parts import Making, Programs, StepParts
+from ..passes.s6_schedule.transforms import transformed
 from .offload import Store, store_for
 from .padding import Padding
-from .questions import MaskQuestions, Questions
-from .sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
+from .segments.loss_head import Sweep, sweep_of
+from .segments.owned_buffers import OwnedBuffers, attribute
+from .segments.questions_to_data import MaskQuestions, Questions
+from .segments.segment_runner import SegmentRunner
+from .segments.step_blocks import StepData
 from .step_interpreter import StepFrame, run_step
-from .streamed import SegmentRunner
-from .written import WrittenInputs
+from .step_kinds import Draws, Prepared, StepKind, step_kind
+from .step_sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
+from .written_inputs import WrittenInputs
 
 
 class Executor:
@@ -93,7 +93,7 @@ class Executor:
             self._steps[key] = transformed(schedule(self.parts, full, training), self.parts, left_out)
         return self._steps[key]
 
-    def program_of(self, step: Step) -> StepProgram:
+    def program_of(self, step: StepData) -> StepProgram:
         """The instructions of a step."""
         runners = enumerate(self.runners)
         full = frozenset(k for k, r in runners if r is not None and r.is_full(step))
@@ -186,14 +186,14 @@ class Executor:
         return results
 
     def frame(
-        self, values: dict[Node, Any], sizes: Mapping[sympy.Symbol, int], step: Step, program: StepProgram
+        self, values: dict[Node, Any], sizes: Mapping[sympy.Symbol, int], step: StepData, program: StepProgram
     ) -> StepFrame:
         """What a step program runs in."""
         return StepFrame(self.facts, self.runners, program, step, values, sizes, random=self.parts.random)
 
     # ---- parts of a step
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step: StepData) -> None:
         if not step.training:
             return
         others = tuple((s, v) for s, v in step.sizes.items() if s != self.facts.sequence)
@@ -226,13 +226,13 @@ class Executor:
         values.update(zip(part.outputs, found, strict=True))
         return values, sizes
 
-    def _step(self, sizes: dict[sympy.Symbol, int], rows: int | None, loss_rows: int | None) -> Step:
+    def _step(self, sizes: dict[sympy.Symbol, int], rows: int | None, loss_rows: int | None) -> StepData:
         """A step of which nothing is known but its sizes."""
         seed = int(torch.randint(0, 2**40, ())) if self.parts.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
         chunks = rows or self.options.rows, loss_rows or self.options.loss_rows(self.sequences(sizes))
-        return Step(sizes, total, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
+        return StepData(sizes, total, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:
         """Where what is saved lies until the backward, if not where it is."""
@@ -242,7 +242,7 @@ class Executor:
         return store_for(self.policy.offload, resident[0].device, resident)
 
     def _sweep(
-        self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: Step, questions: Questions
+        self, values: dict[Any, Any], sizes: dict[sympy.Symbol, int], step: StepData, questions: Questions
     ) -> Sweep | None:
         """The sweep over the loss head, if there is one only. It asks what the step need not run."""
         part, position = self.parts.epilogue, self.parts.one_sweep

@@ -3,7 +3,7 @@
 A store is a pair of hooks on what autograd saves (`torch.autograd.graph.saved_tensors_hooks`), so a tensor is
 given up and comes back when autograd would have kept and used it, and is gone when autograd drops it.
 Transfers run beside the computation. When the step waits for them is said by its instructions, see
-`passes.schedule.transforms.move_what_is_kept`; reading begins one segment ahead.
+`passes.s6_schedule.transforms.move_what_is_kept`; reading begins one segment ahead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a step need not run, and what runs it after all. See NOTE [samples that have ended] in `blocks`."""
+"""What a step need not run, and what runs it after all. See NOTE [samples that have ended] in
+`segments.step_blocks`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..passes.extract import Subgraph
-from ..passes.ir import tensors_of
-from .blocks import Step, needed
-from .head import Sweep
-from .lazy import Anew
+from ..passes.graph.facts import tensors_of
+from ..passes.graph.subgraph import Subgraph
+from .lazy_tensors import Anew
+from .segments.loss_head import Sweep
+from .segments.step_blocks import StepData, needed
 from .step_interpreter import run_step
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Padding:
             (f"segment {s.index}: {r.samples}" for s, r in streamed if isinstance(r.samples, str)), None
         )
 
-    def leave_out(self, step: Step, sweep: Sweep, plain: frozenset[Node]) -> None:
+    def leave_out(self, step: StepData, sweep: Sweep, plain: frozenset[Node]) -> None:
         """Tell the step how far each sample has to be run, and which masks hide nothing where it counts.
 
         Args:
@@ -92,13 +94,13 @@ class Padding:
         if step.needed is not None or step.plain != complete.plain:
             step.limits, step.complete = sweep.limits, complete
 
-    def _may_differ(self, step: Step, leaves_out: bool) -> bool:
+    def _may_differ(self, step: StepData, leaves_out: bool) -> bool:
         """True if rows that do not count may hold anything, see NOTE [masks where it counts]."""
         if self.parts.lazy and (self.parts.random or not leaves_out):
             return False
         return self.executor.sequences(step.sizes) == 1 or self.unproved is None
 
-    def completion(self, part: Subgraph, inputs: Sequence[Any], step: Step) -> Anew | None:
+    def completion(self, part: Subgraph, inputs: Sequence[Any], step: StepData) -> Anew | None:
         """How a lazy output is read or differentiated after a step that left rows out."""
         if step.complete is None:
             return None
@@ -106,7 +108,7 @@ class Padding:
         make = functools.partial(self._complete, part, tuple(inputs), step.complete)
         return Anew(tensors, make, functools.partial(self._check, part, step))
 
-    def _complete(self, part: Subgraph, inputs: tuple, step: Step) -> list[Any]:
+    def _complete(self, part: Subgraph, inputs: tuple, step: StepData) -> list[Any]:
         """What a part reads, as a step makes it that leaves nothing out."""
         executor = self.executor
         with torch.no_grad(), torch._C._DisableAutocast():
@@ -120,7 +122,7 @@ class Padding:
                 run_step([instruction], frame)
             return [frame.value(n) for n in part.inputs]
 
-    def _check(self, part: Subgraph, step: Step, gradients: Sequence[Tensor | None]) -> None:
+    def _check(self, part: Subgraph, step: StepData, gradients: Sequence[Tensor | None]) -> None:
         """Raise if a gradient comes to rows that do not count."""
         assert step.limits is not None
         makers = {n: r for s, r in self.runners for n in s.outputs}

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from ..passes.ir import Facts, Segment, evaluate_size, shape_of, tensors_of
-from ..passes.schedule.program import (
+from ..passes.graph.facts import Facts, Segment, evaluate_size, shape_of, tensors_of
+from ..passes.s2_prove.inner_outputs import is_shown
+from ..passes.s6_schedule.program import (
     DEVICE,
     Call,
     CallLoss,
@@ -34,15 +35,14 @@ from ..passes.schedule.program import (
     StepInstruction,
     StepProgram,
 )
-from ..passes.shown import is_shown
-from .blocks import Step
-from .common import as_it_is
-from .function import StreamedSegment
-from .head import OneSweepHead, Sweep
-from .lazy import Anew, LazyOutput
+from .lazy_tensors import Anew, LazyOutput
 from .offload import Store
-from .streamed import SegmentRunner
-from .whole import WholeSegment
+from .segments.loss_head import OneSweepHead, Sweep
+from .segments.owned_buffers import as_it_is
+from .segments.segment_function import StreamedSegment
+from .segments.segment_runner import SegmentRunner
+from .segments.step_blocks import StepData
+from .segments.whole_segment import WholeSegment
 
 
 def _as_it_is(instruction: Defer) -> Anew | None:
@@ -70,7 +70,7 @@ class StepFrame:
     facts: Facts
     runners: list[SegmentRunner | None]
     program: StepProgram
-    step: Step
+    step: StepData
     values: dict[Node, Any]
     sizes: Mapping[sympy.Symbol, int]
     sweep: Sweep | None = None

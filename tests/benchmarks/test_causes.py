@@ -11,9 +11,9 @@ import streambp_fx
 from benchmarks.cases import CASES, shrunk
 from benchmarks.causes import HEAD, LAYER, held, least, main
 from benchmarks.gpu_steps import make_model
-from streambp_fx.ledger import BODIES, HIDDEN, KEPT, LOSS, STATE, STATE_GRADIENTS, STORED
-from streambp_fx.passes.lower import Lowered
-from streambp_fx.report.live import peak_live_bytes
+from streambp_fx.cost.held_bytes import BODIES, HIDDEN, KEPT, LOSS, STATE, STATE_GRADIENTS, STORED
+from streambp_fx.measure.live_bytes import peak_live_bytes
+from streambp_fx.passes.s5_lower.lower import Lowered
 
 
 @pytest.mark.parametrize(

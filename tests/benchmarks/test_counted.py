@@ -7,7 +7,7 @@ import streambp_fx
 from benchmarks.counted import counted, main
 from benchmarks.gpu import TINY
 from benchmarks.gpu_steps import make_model
-from streambp_fx.report.live import peak_live_bytes
+from streambp_fx.measure.live_bytes import peak_live_bytes
 
 CONFIG = {**TINY, "vocab_size": 5000}
 

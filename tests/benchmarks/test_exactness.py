@@ -10,7 +10,7 @@ from benchmarks.gpu import TINY, Found
 from benchmarks.gpu_steps import Job, exactness
 from benchmarks.gpu_tables import gpu_tables
 from benchmarks.modes import MODES, Setup
-from streambp_fx.passes import kernels
+from streambp_fx.passes.s4_trace import attention_kernels
 
 JOB = Job(config=TINY, mode="checkpointing", device="cpu", dtype="bfloat16", exact=33)
 
@@ -51,7 +51,7 @@ def test_where_the_mode_of_cudnn_runs(monkeypatch, version, reason):
     assert mode.unavailable(Setup("cpu"), "qwen3") == "needs CUDA"
     said = mode.unavailable(Setup("cuda"), "qwen3")
     assert said is None if reason is None else reason in said
-    assert mode.ours and mode.chunked and mode.loss_chunk is None and kernels.CUDNN_FROM == 91501
+    assert mode.ours and mode.chunked and mode.loss_chunk is None and attention_kernels.CUDNN_FROM == 91501
 
 
 def test_the_mode_of_cudnn_switches_flash_attention_off(monkeypatch):
@@ -60,12 +60,12 @@ def test_the_mode_of_cudnn_switches_flash_attention_off(monkeypatch):
 
     seen = []
 
-    class Seen(kernels.CpuFlash):
+    class Seen(attention_kernels.CpuFlash):
         def applies(self, *operands):
             seen.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
             return super().applies(*operands)
 
-    monkeypatch.setattr(kernels, "KERNELS", (Seen(),))
+    monkeypatch.setattr(attention_kernels, "KERNELS", (Seen(),))
     losses = []
     for name in ("streamed", "streamed-cudnn"):
         job = replace(JOB, mode=name, chunk=16)

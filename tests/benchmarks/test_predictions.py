@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reading_a_schedule.md"
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from Linux")
 
 
-@pytest.mark.slow  # `tests/e2e/test_cost.py` compares with live tensors by default
+@pytest.mark.slow  # `tests/e2e/memory/test_cost.py` compares with live tensors by default
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_predicted_peak_is_what_is_measured(case):
     """Within 8% of live tensors; within 15% of the process, whose kernels and allocator need some more."""

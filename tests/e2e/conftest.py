@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 from transformers.utils import logging
 
@@ -9,3 +12,6 @@ from transformers.utils import logging
 torch.set_num_threads(1)
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+
+# Some tests take models and batches of others.
+sys.path += [str(Path(__file__).parent / room) for room in ("inputs", "losses")]

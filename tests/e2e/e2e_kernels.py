@@ -15,26 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from streambp_fx.passes import kernels
+from streambp_fx.passes.s4_trace import attention_kernels
 
 LSE_ROWS = 32
 
 
-class FlashOnCpu(kernels.CudaFlash):
+class FlashOnCpu(attention_kernels.CudaFlash):
     """The flash kernel of CUDA, taken for operands on a CPU and in float32."""
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         return mask is None and query.shape[-1] == value.shape[-1]
 
 
-class CudnnOnCpu(kernels.CudaCudnn):
+class CudnnOnCpu(attention_kernels.CudaCudnn):
     """cuDNN's kernel, taken for operands on a CPU and in float32."""
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         return mask is None and query.shape[-1] == value.shape[-1]
 
 
-class EfficientOnCpu(kernels.CudaEfficient):
+class EfficientOnCpu(attention_kernels.CudaEfficient):
     """The memory-efficient kernel of CUDA, taken for operands on a CPU."""
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

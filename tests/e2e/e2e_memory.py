@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from streambp_fx.report.live import LiveBytes
+from streambp_fx.measure.live_bytes import LiveBytes
 
 
 def measure(run: Callable[[], Any], known: Any = ()) -> LiveBytes:

@@ -186,7 +186,7 @@ def run(plan: Plan) -> Outcome:
     """
     want = tried(plan)
     torch._dynamo.reset()
-    segment = sys.modules["streambp_fx.passes.segment"]
+    segment = sys.modules["streambp_fx.passes.s3_cut.segment"]
     before, segment.EXPENSIVE = segment.EXPENSIVE, plan.expensive  # type: ignore[attr-defined]
     model = RandomModel(plan)
     try:

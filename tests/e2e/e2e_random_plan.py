@@ -27,7 +27,7 @@ class Plan:
         door: "compile" or "transform".
         options: of the compiler.
         sizes: batch and length of each step.
-        expensive: `passes.segment.EXPENSIVE` for it.
+        expensive: `passes.s3_cut.segment.EXPENSIVE` for it.
         extras: situations; see `_prepare` and `_between`.
         draws: has random ops, and is compared with itself and by finite differences.
     """

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 import streambp_fx
 from streambp_fx.integrations import StreamBPCallback
-from streambp_fx.report.live import LiveBytes
+from streambp_fx.measure.live_bytes import LiveBytes
 
 # Wider than the tile of TRL's loss head, which is of a fixed width and on the CPU as long as the batch.
 WIDE = 70_001

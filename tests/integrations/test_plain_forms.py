@@ -12,8 +12,8 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import add_fused_lm_head
 
 import streambp_fx
-from streambp_fx.plain_forms import in_plain_pytorch
-from streambp_fx.plain_forms.trl import ALL, PlainKernel, statistics_of_tokens
+from streambp_fx.models.plain_forms import in_plain_pytorch
+from streambp_fx.models.plain_forms.trl import ALL, PlainKernel, statistics_of_tokens
 
 HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 

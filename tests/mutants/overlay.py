@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-# The environment variable: "streambp_fx.passes.axes=/path/of/the/changed.py".
+# The environment variable: "streambp_fx.passes.s2_prove.axes=/path/of/the/changed.py".
 VARIABLE = "STREAMBP_MUTANT"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from streambp_fx.passes import analyze
-from streambp_fx.passes.ir import Facts
+from streambp_fx.passes.graph.facts import Facts
 
 WIDTH = 8
 

@@ -1,7 +1,7 @@
 """A graph of one op with the sequence in dims of its operands; what its rule claims against what it does.
 
-Where the rule accepts, the op is run chunk by chunk by the code that the compiler uses (`chunk`, `vjp`), and
-compared with the whole call: values and gradients.
+Where the rule accepts, the op is run chunk by chunk by the code that the compiler uses (`chunk_program`,
+`vjp`), and compared with the whole call: values and gradients.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from streambp_fx.passes import vjp
-from streambp_fx.passes.axes import axes
-from streambp_fx.passes.chunk import ChunkProgram
-from streambp_fx.passes.evaluation import narrow
-from streambp_fx.passes.inputs import Extent
-from streambp_fx.passes.ir import (
+from streambp_fx.passes.graph.facts import (
     CapturedGraph,
     Facts,
     Kind,
@@ -38,10 +33,15 @@ from streambp_fx.passes.ir import (
     shape_of,
     tensors_of,
 )
-from streambp_fx.passes.programs import SegmentPrograms
-from streambp_fx.passes.segment import _judge, connect
+from streambp_fx.passes.graph.symbols import SymbolTable, new_fake_mode
+from streambp_fx.passes.s2_prove.axes import axes
+from streambp_fx.passes.s3_cut.segment import _judge, connect
+from streambp_fx.passes.s4_trace import vjp
+from streambp_fx.passes.s4_trace.chunk_program import ChunkProgram
+from streambp_fx.passes.s4_trace.evaluation import narrow
+from streambp_fx.passes.s4_trace.program_inputs import Extent
+from streambp_fx.passes.s5_lower.programs import SegmentPrograms
 from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
-from streambp_fx.passes.symbols import SymbolTable, new_fake_mode
 
 aten = torch.ops.aten
 PLAIN, OUTER, INNER, SCORES = "plain", "outer", "inner", "scores"

@@ -1,0 +1,1 @@
+"""What programs cost, from their graphs alone: bytes by liveness, operations by op."""

@@ -1,0 +1,291 @@
+"""program: what a program needs, as expressions in the sizes: bytes by liveness, operations by op.
+
+Nothing here knows about layers or attention heads: a program is a graph whose values have symbolic sizes, and
+its memory is what is alive after each op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
+from torch.utils.flop_counter import flop_registry
+
+from ..graph.facts import expression, tensors_of
+
+aten = torch.ops.aten
+Substitution = Mapping[sympy.Symbol, sympy.Expr]
+
+
+@dataclass(frozen=True)
+class ProgramCost:
+    """Cost of one call of a program.
+
+    Attributes:
+        peaks: bytes that are alive at once over the inputs, after those ops where nothing later or earlier is
+            certain to need more; the peak is the largest of them.
+        outputs: bytes of the values it returns.
+        flops: floating-point operations of products and attention, a multiplication and an addition counted
+            as two; elementwise work is not counted (as in `torch.utils.flop_counter`).
+        ops: how often each op is called.
+        kept: bytes of inner values that the backward half of a joint program reads; None without one.
+    """
+
+    peaks: tuple[sympy.Expr, ...]
+    outputs: sympy.Expr
+    flops: sympy.Expr
+    ops: Counter[str]
+    kept: sympy.Expr | None = None
+
+    @cached_property
+    def peak(self) -> sympy.Expr:
+        """Bytes over the inputs, as one expression."""
+        return sympy.Max(sympy.S.Zero, *self.peaks)
+
+
+def program_cost(
+    module: GraphModule,
+    sizes: Substitution,
+    returned: int | None = None,
+    live: Iterable[sympy.Expr] | None = None,
+    throughout: Node | None = None,
+) -> ProgramCost:
+    """Cost of a program by liveness over its graph.
+
+    Args:
+        module: an FX graph of ATen ops whose nodes carry fake tensors in `meta["val"]`.
+        sizes: what the size symbols of the graph are called outside; others keep their names.
+        returned: how many of the outputs are values of the forward, in the graph of a forward with its VJP.
+        live: bytes that are alive after each op, where the graph does not say it because autograd runs it.
+        throughout: a node whose memory the caller keeps from one call to the next.
+    """
+    graph = module.graph
+    memory = Memory(graph, sizes, throughout)
+    return ProgramCost(
+        peaks=largest(memory.live_after_each_op() if live is None else (_rename(v, sizes) for v in live)),
+        outputs=memory.bytes_of(_outputs(graph)),
+        flops=_rename(sum((flops_of(n) for n in graph.nodes), sympy.S.Zero), sizes),
+        ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
+        kept=None if returned is None else memory.kept_after(_outputs(graph)[:returned]),
+    )
+
+
+def tensor_bytes(value: Tensor) -> sympy.Expr:
+    """Bytes of the storage that a tensor of any shape and dtype lies in.
+
+    Where a kernel rounds a size up to whole blocks, this is an upper bound.
+    """
+    try:
+        size = expression(value.untyped_storage().nbytes())
+    except NotImplementedError:
+        size = expression(value.numel()) * value.element_size()
+    if not size.has(CeilToInt, PythonMod, Mod):
+        return size
+    size = size.replace(CeilToInt, lambda quotient: quotient + 1).replace(IntTrueDiv, lambda a, b: a / b)
+    # a remainder is only ever what is not added
+    return size.replace(PythonMod, lambda a, b: sympy.S.Zero).replace(Mod, lambda a, b: sympy.S.Zero)
+
+
+def largest(values: Iterable[sympy.Expr]) -> tuple[sympy.Expr, ...]:
+    """The values without those that another one is certain to reach, sizes being positive."""
+    kept: list[sympy.Expr] = []
+    for value in dict.fromkeys(sympy.expand(v) for v in values):
+        if any(_reaches(other, value) for other in kept):
+            continue
+        kept = [other for other in kept if not _reaches(value, other)]
+        kept.append(value)
+    return tuple(kept)
+
+
+def _reaches(first: sympy.Expr, second: sympy.Expr) -> bool:
+    """True if `first >= second` for all positive sizes: no term of the difference is negative."""
+    difference = sympy.expand(first - second)
+    return all(t.as_coeff_Mul()[0] >= 0 for t in sympy.Add.make_args(difference))
+
+
+class Memory:
+    """Storages of a program: which op makes each, and which op is the last to use it.
+
+    Args:
+        graph: of ATen ops whose nodes carry fake tensors in `meta["val"]`.
+        sizes: what the size symbols of the graph are called, or their values.
+        throughout: a node whose storage is there from the first op to the last.
+
+    Attributes:
+        storage: of each node, the storages that its tensors lie in, by number.
+        bytes: of each storage; 0 for inputs.
+        made, last: positions of the ops.
+    """
+
+    def __init__(self, graph: Graph, sizes: Substitution, throughout: Node | None = None) -> None:
+        self.nodes, self.sizes = list(graph.nodes), sizes
+        self.storage: dict[Node, tuple[int, ...]] = {}
+        self.bytes: dict[int, sympy.Expr] = {}
+        self.moved: dict[int, int] = {}
+        self.made: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        for position, node in enumerate(self.nodes):
+            self._place(position, node)
+            for operand in node.all_input_nodes:
+                for key in self.storage[operand]:
+                    self.last[key] = position
+        for key in () if throughout is None else self.storage[throughout]:
+            self.made[key], self.last[key] = 0, len(self.nodes) - 1
+
+    def _place(self, position: int, node: Node) -> None:
+        values = tensors_of(node)
+        if changes_in_place(node):
+            self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
+            # views of the result were traced as views of a tensor of its own
+            self.moved.update((storage_of(v), self.storage[node][0]) for v in values)
+            return
+        keys = (storage_of(v) for v in values)
+        self.storage[node] = tuple(self.moved.get(k, k) for k in keys)
+        for key, value in zip(self.storage[node], values, strict=True):
+            if key not in self.made:
+                inside = node.op == "call_function"
+                self.made[key], self.last[key] = position, position
+                self.bytes[key] = _rename(tensor_bytes(value), self.sizes) if inside else sympy.S.Zero
+
+    def live_after_each_op(self) -> list[sympy.Expr]:
+        """Bytes held when each op has just run, its operands among them, in order; inputs do not count."""
+        change: list[sympy.Expr] = [sympy.S.Zero] * (len(self.nodes) + 1)
+        for key, size in self.bytes.items():
+            change[self.made[key]] += size
+            change[self.last[key] + 1] -= size
+        live, result = sympy.S.Zero, []
+        for step in change[:-1]:
+            live = live + step
+            result.append(live)
+        return result
+
+    def bytes_of(self, nodes: Iterable[Node]) -> sympy.Expr:
+        """Bytes of the storages that these nodes lie in, each storage once."""
+        keys = dict.fromkeys(k for n in nodes for k in self.storage[n])
+        return sum((self.bytes[k] for k in keys), sympy.S.Zero)
+
+    def kept_after(self, values: list[Node]) -> sympy.Expr:
+        """Bytes made up to the last of `values` and used later by anything but the output."""
+        border = max((self.nodes.index(n) for n in values), default=-1)
+        end = len(self.nodes) - 1
+        given = {k for n in values for k in self.storage[n]}
+        kept = (
+            k
+            for k in self.bytes
+            if self.made[k] <= border < self.last[k] and not (k in given and self.last[k] == end)
+        )
+        return sum((self.bytes[k] for k in kept), sympy.S.Zero)
+
+
+def changes_in_place(node: Node) -> bool:
+    """True if an op writes over its first operand and returns it."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(node.args) and isinstance(node.args[0], Node)
+
+
+def storage_of(value: Tensor) -> int:
+    """A number for the storage of a (fake) tensor of any shape and dtype: the same for views of it."""
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # the inner wrapper of a functorch level, whose storage cannot be asked for
+        return id(value)
+
+
+def _rename(value: sympy.Expr, sizes: Substitution) -> sympy.Expr:
+    return sympy.expand(sympy.sympify(value).subs(dict(sizes)))
+
+
+def _outputs(graph: Graph) -> list[Node]:
+    found = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    values = found if isinstance(found, (tuple, list)) else [found]
+    return [n for n in values if isinstance(n, Node)]
+
+
+def op_name(node: Node) -> str:
+    """The name of an op without its namespace."""
+    return str(node.target).removeprefix("aten.")
+
+
+# ---- floating-point operations
+
+FLOPS: dict[Any, Callable[[Node], Any]] = {}
+
+
+def flops(*packets: Any) -> Callable:
+    """Register the operations of an op, from its node."""
+
+    def register(function: Callable[[Node], Any]) -> Callable[[Node], Any]:
+        FLOPS.update(dict.fromkeys(packets, function))
+        return function
+
+    return register
+
+
+def flops_of(node: Node) -> sympy.Expr:
+    """Floating-point operations of one node; 0 for ops without products."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in FLOPS:
+        return sympy.sympify(FLOPS[packet](node))
+    if packet not in flop_registry or not tensors_of(node):
+        return sympy.S.Zero
+    value = lambda n: n.meta["val"]  # noqa: E731
+    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
+    return expression(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _shape(node: Any) -> tuple[sympy.Expr, ...]:
+    return tuple(expression(s) for s in tensors_of(node)[0].shape)
+
+
+@flops(aten.addmm_)
+def _product(node: Node) -> sympy.Expr:
+    """(n, k) @ (k, m) added to a buffer: 2 n k m."""
+    left, right = _shape(node.args[1]), _shape(node.args[2])
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _pairs(query: Node, key: Node, causal: bool) -> sympy.Expr:
+    """Scores that attention computes: rows x columns, half of them and half the diagonal if causal."""
+    (batch, heads, rows, _), columns = _shape(query), _shape(key)[2]
+    return batch * heads * (rows * (rows + 1) / 2 if causal else rows * columns)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments that a node gives, by name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@flops(
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten.scaled_dot_product_attention,
+)
+def _attention(node: Node) -> sympy.Expr:
+    """Scores and their product with the values: 2 D each a pair of row and column, for head sizes D."""
+    given = _arguments(node)
+    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
+    return pairs * 2 * (_shape(given["query"])[3] + _shape(given["value"])[3])
+
+
+@flops(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+)
+def _attention_backward(node: Node) -> sympy.Expr:
+    """Scores again, and four products with them (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
+    given = _arguments(node)
+    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
+    return pairs * 2 * (3 * _shape(given["query"])[3] + 2 * _shape(given["value"])[3])

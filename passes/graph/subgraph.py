@@ -1,0 +1,64 @@
+"""Subgraphs as modules: the whole values, the epilogue, a segment that runs whole."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .facts import Facts, Kind, operands
+from .purity import is_random
+
+# NOTE [weights with operations of their own]: a tensor subclass (a quantised weight) may override the
+# function that people call, and not the op that it becomes.
+PUBLIC = {torch.ops.aten.linear.default: torch.nn.functional.linear}
+
+
+class Subgraph:
+    """Part of a graph as a module of its own.
+
+    Attributes:
+        inputs: nodes whose values are passed in, in order (sizes among them).
+        outputs: nodes whose values come back.
+        random: True if an op draws random numbers.
+        frozen: positions of outputs that have no gradient.
+        returned: positions of outputs that the graph returns.
+    """
+
+    def __init__(self, facts: Facts, outputs: list[Node], given: set[Node]) -> None:
+        self.outputs = list(outputs)
+        needed = _needed(facts, outputs, given)
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        self.inputs = [n for n in facts.nodes if n in needed and _comes_in(facts, n, given)]
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+        for node in facts.nodes:
+            if node in needed and node not in copies:
+                copies[node] = copied = graph.node_copy(node, copies.__getitem__)
+                if any(n in facts.opaque for n in node.all_input_nodes):
+                    copied.target = PUBLIC.get(node.target, node.target)
+                if copied.target is torch.ops.aten.view.default:  # NOTE [strides of fake tensors]
+                    copied.target = torch.ops.aten.reshape.default
+        graph.output(tuple(copies[n] for n in outputs))
+        self.module = GraphModule(facts.module, graph)
+        self.random = any(is_random(n) for n in graph.nodes)
+        returned = set(facts.outputs)
+        self.frozen = [k for k, n in enumerate(outputs) if n not in facts.needs_grad]
+        self.returned = [k for k, n in enumerate(outputs) if n in returned]
+
+
+def _comes_in(facts: Facts, node: Node, given: set[Node]) -> bool:
+    return node in given or node.op in ("placeholder", "get_attr") or facts.kinds[node] is Kind.SIZE
+
+
+def _needed(facts: Facts, outputs: list[Node], given: set[Node]) -> set[Node]:
+    needed: set[Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if not _comes_in(facts, node, given):
+            pending.extend(operands(node))
+    return needed

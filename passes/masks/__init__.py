@@ -1,0 +1,1 @@
+"""Attention masks: what can be proved about them from one element, and their blocks."""

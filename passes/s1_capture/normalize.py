@@ -1,0 +1,329 @@
+"""normalize: no dead code, no-ops removed, losses by rows first (`split_losses`).
+
+Every rewrite keeps the value (grouped heads up to rounding). Grad-mode regions become `detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, Node
+
+from ..graph.facts import CapturedGraph, expression, shape_of
+from ..graph.functionalization import NotPureError
+from ..graph.op_arguments import sdpa_arguments
+from ..graph.purity import is_impure
+from ..rules.pointwise import pointwise_ops
+
+aten = torch.ops.aten
+Rewrite = Callable[[Graph, Node], "Node | None"]
+REWRITES: dict[Any, list[Rewrite]] = {}
+END = 2**63 - 1
+ELEMENTWISE = set(pointwise_ops()) - {aten.dropout.default, aten.native_dropout.default}
+
+
+def rewrite(*ops: Any) -> Callable[[Rewrite], Rewrite]:
+    """Register a rewrite: it returns the node to use instead, or None to leave the node alone."""
+
+    def register(function: Rewrite) -> Rewrite:
+        for op in ops:
+            REWRITES.setdefault(op, []).append(function)
+        return function
+
+    return register
+
+
+def normalize(captured: CapturedGraph) -> CapturedGraph:
+    """Bring a captured graph to normal form, in place."""
+    graph = captured.module.graph
+    _grad_mode_regions(graph)
+    for node in list(graph.nodes):
+        for function in REWRITES.get(node.target, []):
+            replacement = function(graph, node)
+            if replacement is not None and replacement is not node:
+                if function not in SAME_OBJECT:
+                    _refuse_shared_name(node, replacement)
+                node.replace_all_uses_with(replacement)
+                graph.erase_node(node)
+                break
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    captured.module.recompile()
+    return captured
+
+
+def _refuse_shared_name(node: Node, replacement: Node) -> None:
+    """Raise if a value that is returned would get another gradient, that of all made of `replacement`.
+
+    See NOTE [gradients of hidden states] in `s2_prove.inner_outputs`.
+
+    Raises:
+        NotPureError: it would.
+    """
+    known = replacement in node.all_input_nodes and node.meta["val"].dtype.is_floating_point
+    if known and is_returned(node) and any(u is not node for u in replacement.users):
+        raise NotPureError("a view is returned of a value of which others are made", node)
+
+
+def is_returned(node: Node) -> bool:
+    """True for a value that the graph returns."""
+    return any(user.op == "output" for user in node.users)
+
+
+def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new node before `before`, with its fake value and the source line of `before`."""
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
+    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode"))
+    with mode, enable_python_dispatcher(), torch.no_grad():  # else composite ops would make sizes constants
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def _grad_mode_regions(graph: Graph) -> None:
+    """Values made while gradients were off are constants: `detach` what leaves such a region."""
+    enabled = True
+    inside: set[Node] = set()
+    for node in list(graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+            graph.erase_node(node)
+        elif not enabled and isinstance(node.meta.get("val"), torch.Tensor) and node.op == "call_function":
+            inside.add(node)
+    for node in inside:
+        outside = [u for u in node.users if u not in inside]
+        value = node.meta["val"]
+        if outside and (value.is_floating_point() or value.is_complex()):
+            detached = insert(graph, node.next, aten.detach.default, node)
+            for user in outside:
+                user.replace_input_with(node, detached)
+
+
+# ---- no-ops
+
+
+@rewrite(aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
+def same_dtype(graph: Graph, node: Node) -> Node | None:
+    """A cast to the dtype that a value has is the value."""
+    source, value = node.args[0].meta["val"], node.meta["val"]
+    copies = node.kwargs.get("copy", False) or node.target is aten._to_copy.default
+    same = source.dtype == value.dtype and source.device == value.device
+    return node.args[0] if same and not copies else None
+
+
+@rewrite(aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+def alias(graph: Graph, node: Node) -> Node | None:
+    """Another name of a value is the value."""
+    return node.args[0]
+
+
+def _fused() -> list[Any]:
+    """The op that functionalization makes of `addcmul_`, where this version of torch has it."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._inductor.inductor_prims")  # registers it
+    packet = getattr(torch.ops.prims, "fma", None)
+    return [] if packet is None else [packet.default]
+
+
+@rewrite(*_fused())
+def multiplied_and_added(graph: Graph, node: Node) -> Node:
+    """`fma(a, b, c)` is a * b + c, with one rounding less. (It cannot be traced on fake tensors again.)"""
+    first, second, third = node.args
+    return insert(graph, node, aten.add.Tensor, insert(graph, node, aten.mul.Tensor, first, second), third)
+
+
+@rewrite(aten.copy.default)
+def copied(graph: Graph, node: Node) -> Node:
+    """What was copied into a value, in its dtype and shape, is the value. (`copy` has no derivative.)"""
+    target, source = node.args[:2]
+    old, new = target.meta["val"], source.meta["val"]
+    if old.dtype != new.dtype or old.device != new.device:
+        kwargs = {"dtype": old.dtype, "device": old.device}
+        source = insert(graph, node, aten._to_copy.default, source, **kwargs)
+    if shape_of(source) != shape_of(target):
+        source = insert(graph, node, aten.expand_as.default, source, target)
+    return source
+
+
+@rewrite(aten.dropout.default, aten.alpha_dropout.default)
+def no_dropout(graph: Graph, node: Node) -> Node | None:
+    """Dropout that drops nothing is the value."""
+    _, p, train = node.args
+    return node.args[0] if p == 0.0 or not train else None
+
+
+@rewrite(aten.slice.Tensor)
+def full_slice(graph: Graph, node: Node) -> Node | None:
+    """A slice that takes everything is the value."""
+    source, dim, start, end, step = (*node.args, None, None, None, None)[:5]
+    size = node.args[0].meta["val"].shape[dim or 0]
+    reaches = end is None or end == END
+    if isinstance(end, Node):
+        reaches = expression(end.meta["val"]) == expression(size)
+    return source if start in (None, 0) and reaches and step in (None, 1) else None
+
+
+@rewrite(aten.slice_scatter.default)
+def full_slice_scatter(graph: Graph, node: Node) -> Node | None:
+    """A replacement of everything is what replaces it."""
+    base, part = node.args[:2]
+    return part if shape_of(part) == shape_of(base) else None
+
+
+@rewrite(aten._native_batch_norm_legit_functional.default)
+def batch_norm_with_statistics(graph: Graph, node: Node) -> None:
+    """The result as the op that has a gradient; the new statistics as what they are."""
+    x, weight, bias, *statistics, training, momentum, eps = node.args
+    plain = insert(
+        graph, node, aten.batch_norm.default, x, weight, bias, None, None, training, momentum, eps, False
+    )
+    rows = insert(graph, node, aten.detach.default, x)
+    dims = [d for d in range(len(shape_of(x))) if d != 1]
+    made = {0: lambda: plain}
+    for place, old, op in zip((3, 4), statistics, (aten.mean.dim, aten.var.dim), strict=True):
+        made[place] = partial(_moved, graph, node, old, (op, rows, dims), momentum)
+    for user in list(node.users):
+        if user.args[1] in made:
+            user.replace_all_uses_with(made[user.args[1]]())
+            graph.erase_node(user)
+
+
+def _moved(graph: Graph, before: Node, old: Node, new: tuple, momentum: float) -> Node:
+    """A running statistic moved towards that of a batch."""
+    op, *given = new
+    batch = insert(graph, before, op, *given)
+    if old.meta["val"].dtype != batch.meta["val"].dtype:
+        batch = insert(graph, before, aten.to.dtype, batch, old.meta["val"].dtype)
+    kept = insert(graph, before, aten.mul.Tensor, old, 1 - momentum)
+    return insert(
+        graph, before, aten.add.Tensor, kept, insert(graph, before, aten.mul.Tensor, batch, momentum)
+    )
+
+
+@rewrite(aten.cat.default)
+def cat_with_nothing(graph: Graph, node: Node) -> Node | None:
+    """An empty tensor of one dim may be joined with anything (an empty cache): it leaves no trace."""
+    parts = [p for p in node.args[0] if shape_of(p) != (0,)]
+    if len(parts) == len(node.args[0]) or not parts:
+        return None
+    return parts[0] if len(parts) == 1 else insert(graph, node, node.target, parts, *node.args[1:])
+
+
+@rewrite(aten.view.default, aten.reshape.default, aten.expand.default, aten.flatten.using_ints)
+def same_shape(graph: Graph, node: Node) -> Node | None:
+    """A view of the shape that a value has is the value."""
+    return node.args[0] if shape_of(node) == shape_of(node.args[0]) else None
+
+
+@rewrite(aten.contiguous.default)
+def already_contiguous(graph: Graph, node: Node) -> Node | None:
+    """`contiguous` of a value that is contiguous is the value."""
+    return None if node.kwargs else node if not _is_contiguous(node.args[0]) else node.args[0]
+
+
+def _is_contiguous(node: Node) -> bool:
+    expected: sympy.Expr = sympy.S.One
+    value = node.meta["val"]
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if expression(size) != 1 and expression(stride) != expected:
+            return False
+        expected = expected * expression(size)
+    return True
+
+
+@rewrite(aten.slice.Tensor)
+def slice_before_widening(graph: Graph, node: Node) -> Node | None:
+    """`linear(x)[:, a:b]` -> `linear(x[:, a:b])`: rows are taken where they are narrow.
+
+    Also through elementwise ops of one tensor, so that `logits[:, :-1]` becomes a slice of hidden states.
+    """
+    chain: list[Node] = []
+    source, dim, *rest = node.args
+    if dim is None or not isinstance(source, Node):
+        return None
+    dim %= len(shape_of(source))
+    while _rows_pass_through(source, dim, chain[-1] if chain else node):
+        chain.append(source)
+        source = source.args[0]
+    if not chain:
+        return None
+    result = insert(graph, node, aten.slice.Tensor, source, dim, *rest)
+    for op in reversed(chain):
+        result = insert(graph, node, op.target, result, *op.args[1:], **op.kwargs)
+    return result
+
+
+def _rows_pass_through(source: Node, dim: int, user: Node) -> bool:
+    """True if an op, read by `user` alone, makes row i of its result from row i of its first operand."""
+    if set(source.users) != {user} or not source.args or not _is_dynamic(shape_of(source)[dim]):
+        return False
+    tensors = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    product = source.target is aten.linear.default and dim < len(shape_of(source)) - 1
+    unary = source.target in ELEMENTWISE and len(tensors) == 1 and shape_of(tensors[0]) == shape_of(source)
+    return (product or unary) and source.args[0] is tensors[0]
+
+
+def _is_dynamic(size: sympy.Expr) -> bool:
+    return bool(size.free_symbols)
+
+
+# Eager returns the operand itself for these, and so the gradient of all that is made of it.
+SAME_OBJECT = {same_dtype, no_dropout, already_contiguous}
+
+
+# ---- grouped heads
+
+
+def grouped_source(node: Any) -> tuple[Node, int] | None:
+    """`(x, n)` if `node` repeats each head of `x` (dim 1 of 4) n times, whatever way it is written."""
+    if not isinstance(node, Node):
+        return None
+    if node.target is aten.repeat_interleave.self_int:
+        source, count, *dim = node.args
+        dim = dim[0] if dim else node.kwargs.get("dim")
+        return (source, count) if dim == 1 and isinstance(count, int) else None
+    if node.target not in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
+        return None
+    inner = node.args[0]
+    if inner.target is aten.clone.default or inner.target is aten.contiguous.default:
+        inner = inner.args[0]
+    if inner.target is not aten.expand.default or inner.args[0].target is not aten.unsqueeze.default:
+        return None
+    source, dim = inner.args[0].args
+    if len(shape_of(source)) != 4 or dim not in (2, -3):
+        return None
+    heads, count = shape_of(inner)[1], shape_of(inner)[2]
+    before, after = shape_of(source), shape_of(node)
+    repeated = (before[0], heads * count, *before[2:])
+    return (source, int(count)) if after == repeated and count.is_integer and count > 1 else None
+
+
+def _chain(node: Node) -> list[Node]:
+    """A value that repeats heads, and what it is made of down to the heads."""
+    found = [node]
+    while found[-1].args[0] is not grouped_source(node)[0]:  # type: ignore[index]
+        found.append(found[-1].args[0])  # type: ignore[arg-type]
+    return found
+
+
+@rewrite(aten.scaled_dot_product_attention.default)
+def grouped_attention(graph: Graph, node: Node) -> Node | None:
+    """Hand the kernel the heads as they are: repeated keys and values are never stored."""
+    call = sdpa_arguments(node)
+    key, value = grouped_source(call["key"]), grouped_source(call["value"])
+    if call["enable_gqa"] or key is None or value is None or key[1] != value[1]:
+        return None
+    if any(is_returned(n) for given in (call["key"], call["value"]) for n in _chain(given)):
+        return None  # their gradients are those of all heads
+    return insert(
+        graph, node, node.target, call["query"], key[0], value[0], call["attn_mask"], call["dropout_p"],
+        call["is_causal"], scale=call["scale"], enable_gqa=True,
+    )  # fmt: skip

@@ -1,0 +1,229 @@
+"""axes: what kind of value each node is, and which of its dims carries the sequence.
+
+Axes come from the inputs that were declared to carry the sequence and are moved by op rules. A size
+that happens to equal the sequence length says nothing: the sequence is a symbol, not a number.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ..graph.autograd_functions import CustomFunction
+from ..graph.facts import (
+    ROW_AXIS,
+    CapturedGraph,
+    Facts,
+    Kind,
+    Layout,
+    NotSeparable,
+    operands,
+    shape_of,
+    tensors_of,
+)
+from ..graph.functionalization import MutationError, NotPureError
+from ..graph.purity import is_random
+from ..graph.sources import path
+from ..rules import Rule, RuleContext, rule_of
+from ..rules.asking import ask
+from ..rules.pointwise import align, pointwise
+from .autograd_function_rows import FunctionCall, has_linear_backward
+from .gradient_edges import GradientEdges, reached
+from .inner_outputs import refuse_weights
+
+UNKNOWN = "the sequence axis of"
+
+
+def axes(captured: CapturedGraph) -> Facts:
+    """Kinds and layouts of all nodes of a normalized graph.
+
+    Raises:
+        MutationError: an input is changed in place to a value that has a gradient.
+    """
+    facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
+    facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
+    facts.written, facts.laid_out = captured.written, captured.laid_out
+    context, gradients = RuleContext(facts), GradientEdges(facts.values)
+    for node in facts.nodes:
+        if node.op == "output":
+            continue
+        facts.kinds[node] = _kind(facts, node)
+        sources = gradients.of(node, facts.needs_grad)
+        if sources or (node.op == "placeholder" and node in facts.differentiable):
+            facts.needs_grad.add(node)
+            facts.sources[node] = sources
+        if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
+            facts.layouts[node] = _layout(facts, context, node)
+    facts.needs_grad = _reached_by_gradients(facts)
+    for node, value in zip(facts.written, facts.results[len(facts.outputs) :], strict=True):
+        if value in facts.needs_grad:
+            raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
+    refuse_weights(facts)
+    _refuse_numbers(facts)
+    _refuse_opaque_weights(facts)
+    _refuse_functional_forms(facts)
+    return facts
+
+
+def _refuse_opaque_weights(facts: Facts) -> None:
+    """Raise if a value made of parameters alone may not be made anew: each chunk and segment does.
+
+    Random numbers would be others each time. A backward that its author wrote would be given the gradients
+    of chunks one by one, and not their sum.
+
+    Raises:
+        NotPureError: it may not.
+    """
+    for node in facts.nodes:
+        if facts.kinds.get(node) is not Kind.CONSTANT or node.op != "call_function":
+            continue
+        if is_random(node):
+            raise NotPureError("random numbers are drawn for a value that is made of parameters", node)
+        custom = isinstance(node.target, CustomFunction)
+        if custom and node in facts.needs_grad and not has_linear_backward(facts, node):
+            raise NotPureError(
+                "a custom autograd function, whose backward may not be linear, is applied to a value that is "
+                "made of parameters",
+                node,
+            )
+
+
+def _refuse_functional_forms(facts: Facts) -> None:
+    """Raise if functionalization wrote an op that changes an operand which its backward reads.
+
+    Such an op has a form of its own ("..._functional") whose derivative reads the operand as it was before:
+    random numbers that were not drawn yet, in `rrelu_`.
+
+    Raises:
+        MutationError: it did.
+    """
+    for node in facts.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name.endswith("_functional") and node in facts.needs_grad:
+            raise MutationError(f"{node.target} has another gradient than the change in place", node)
+
+
+def _refuse_numbers(facts: Facts) -> None:
+    """Raise if a number is taken from the values of a tensor (`item()` in a hook): it is no size.
+
+    Raises:
+        NotPureError: it is.
+    """
+    for node in facts.nodes:
+        if node.op != "call_function" or tensors_of(node):
+            continue
+        given = [t for n in node.all_input_nodes for t in tensors_of(n)]
+        value = node.meta.get("val")
+        if given and value is not None and free_unbacked_symbols(value) - free_unbacked_symbols(given):
+            raise NotPureError("a number is taken from the values of a tensor", node)
+
+
+def _reached_by_gradients(facts: Facts) -> set[Node]:
+    """Of the differentiable nodes those that a gradient of an output comes to."""
+    outputs = facts.module.graph.output_node().all_input_nodes
+    return reached(facts, [n for n in outputs if n in facts.needs_grad])
+
+
+def _kind(facts: Facts, node: Node) -> Kind:
+    if not tensors_of(node):
+        return Kind.SIZE
+    degree = facts.degree(node)
+    if node.op == "placeholder":
+        if node in facts.parameters or node in facts.differentiable:
+            return Kind.STREAM if degree else Kind.CONSTANT
+        return Kind.WHOLE if degree < 2 else Kind.SQUARE
+    kinds = {facts.kinds[n] for n in operands(node)}
+    if kinds & {Kind.STREAM, Kind.REDUCED}:
+        return Kind.STREAM if degree else Kind.REDUCED
+    if Kind.CONSTANT in kinds:
+        return Kind.STREAM if degree else Kind.CONSTANT
+    return Kind.SQUARE if degree > 1 or Kind.SQUARE in kinds else Kind.WHOLE
+
+
+def custom_layout(context: RuleContext, node: Node) -> Layout:
+    """Rows of a custom autograd function stay rows if all ops of forward and backward are elementwise on one
+    shape, or by their rules.
+    """
+    call = FunctionCall(context.facts, node)
+    if call.is_elementwise():
+        return align(context, call.tensors[0], call.tensors)
+    context.seen.update(call.tensors)
+    return call.layout(axes(call.captured))
+
+
+def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
+    if node.op in ("placeholder", "get_attr"):
+        # NOTE [seeds]: inputs whose size is the declared sequence symbol itself carry the sequence.
+        return tuple(ROW_AXIS if s == facts.sequence else None for s in shape_of(node))
+    opaque = next((facts.opaque[n] for n in operands(node) if n in facts.opaque), None)
+    if not any(facts.carries(n) for n in (node, *operands(node))):
+        if opaque is not None:
+            facts.opaque[node] = opaque
+        return (None,) * tensors_of(node)[0].dim()
+    function = rule_of(node.target)
+    if isinstance(node.target, CustomFunction):
+        function = custom_layout
+    try:
+        if opaque is not None:
+            raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")
+        if function is None:
+            raise NotSeparable(f"no rule for {node.target}")
+        return ask(_whole_rows(function) if facts.kinds[node] is Kind.WHOLE else function, context, node)
+    except NotSeparable as refusal:
+        if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):
+            facts.refusals[node] = str(refusal)
+            return _healed(facts, context, node)
+        return _whole(facts, node)
+
+
+def _whole_rows(function: Rule) -> Rule:
+    """A rule, and rows in the dims of a whole value that have the size of the sequence symbol."""
+
+    def layout(context: RuleContext, node: Node) -> Layout:  # NOTE [whole values]
+        found, sequence = function(context, node), context.facts.sequence
+        sizes = shape_of(node)
+        if len(found) != len(sizes):
+            return found
+        return tuple(
+            ROW_AXIS if a is None and s == sequence else a for a, s in zip(found, sizes, strict=True)
+        )
+
+    return layout
+
+
+def _whole(facts: Facts, node: Node) -> Layout | None:
+    """Axes of a whole value that no rule explains: its dims of the size of the sequence symbol.
+
+    NOTE [whole values]: such a value is computed from all of the sequence before anything is sliced, so
+    its axis makes no claim about dependence. It only says which dim a consumer's row i indexes, and a dim
+    whose size is the sequence *symbol* is one that every consumer can index so.
+    """
+    shape = shape_of(node)
+    if any(s != facts.sequence and facts.sequence in s.free_symbols for s in shape):
+        return None
+    return tuple(ROW_AXIS if s == facts.sequence else None for s in shape)
+
+
+def _healed(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
+    """Rows of an elementwise result whose one operand is not understood.
+
+    Broadcasting against a value with known rows still tells which dim carries the sequence; that the
+    rows depend on all of the sequence is kept by the refusal, which keeps the region unchunked.
+    """
+    if rule_of(node.target) is not pointwise or not facts.carries(node):
+        return None
+    known = [n for n in operands(node) if tensors_of(n) and facts.layouts.get(n) is not None]
+    try:
+        layout = align(context, node, known)
+    except NotSeparable:
+        return None
+    complete = all(
+        axis is not None or facts.sequence not in size.free_symbols
+        for axis, size in zip(layout, shape_of(node), strict=True)
+    )
+    return layout if complete and any(layout) else None
+
+
+def is_secondary(reason: str) -> bool:
+    """True if a refusal only follows from an earlier one."""
+    return reason.startswith(UNKNOWN)

@@ -1,0 +1,116 @@
+"""footprints: which rows of its operands a row reads.
+
+Most values are ROW: row i reads row i. Where an op reads columns, a mask limits them; here it is proved
+by how much: CAUSAL [0, i], WINDOW [i - w + 1, i] or FULL. What is known of scores is derived op by op, see
+`scores`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..graph.facts import Facts, Kind, Mask, Mixing, Reach, Role
+from ..masks.analysis import analyze_parts
+from . import score_rules  # noqa: F401  (registers the transfer functions)
+from .scores import Hidden, Score, Scores, is_elementwise, normalised_dim
+
+aten = torch.ops.aten
+
+
+def footprints(facts: Facts) -> Facts:
+    """Prove the reach of every mixing op from its mask."""
+    scores = Scores(facts, lambda mask: mask_facts(facts, mask))
+    for node in facts.nodes:
+        scores.visit(node)
+    for mixing in facts.mixings.values():
+        if mixing.mask is None and not facts.has_columns(mixing.node):
+            mixing.mask = _zeros_of_weights(scores, mixing)
+        if mixing.mask is not None and mixing.reach is Reach.FULL:
+            mixing.reach, mixing.window = reach_of(facts, mixing.mask)
+    for mixing in facts.mixings.values():
+        if facts.has_columns(mixing.node):
+            _follow_readers(facts, scores, mixing)
+    return facts
+
+
+def mask_facts(facts: Facts, mask: Mask) -> Any:
+    """What is proved about a mask (cached on the facts)."""
+    if mask not in facts.masks:
+        is_whole = lambda n: facts.kinds.get(n) is Kind.WHOLE  # noqa: E731
+        facts.masks[mask] = analyze_parts(mask.parts, facts.sequence, is_whole)  # type: ignore[arg-type]
+    return facts.masks[mask]
+
+
+def reach_of(facts: Facts, mask: Mask) -> tuple[Reach, Any]:
+    """How far a row reads under a mask, and the rows of its window."""
+    known = mask_facts(facts, mask)
+    if not known.causal:
+        return Reach.FULL, None
+    return (Reach.WINDOW, known.window) if known.window is not None else (Reach.CAUSAL, None)
+
+
+def _zeros_of_weights(scores: Scores, mixing: Mixing) -> Mask | None:
+    """Where the weights of a product of weights and values are exactly zero.
+
+    The columns of the values are contracted with those of the weights, which come before them.
+    """
+    weights = [n for n in mixing.node.all_input_nodes if scores.facts.has_columns(n)]
+    if len(weights) != 1 or weights[0] in mixing.columns:
+        return None
+    known = scores.of(weights[0])
+    return Mask(known.parts) if known is not None and known.hidden is Hidden.ZERO else None
+
+
+def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
+    """Scores read the columns that what is made of them keeps: the reach of their last reader.
+
+    NOTE [scores]: a score that its softmax multiplies by exactly zero contributes nothing, forwards or
+    backwards, so the columns of the scores need only reach as far as those of the product with the values.
+    Two kinds of op may stand between the two: those that make an element of the element at the same place,
+    and a softmax over the columns of scores that are masked out by the very mask that limits the product.
+    Any other use of a (row, column) value makes it FULL.
+    """
+    readers: list[Mixing] = []
+    crossed: set[Mask] = set()
+    pending, seen = [mixing.node], {mixing.node}
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            reader = facts.mixings.get(user)
+            if reader is not None and not facts.has_columns(user) and node not in reader.columns:
+                readers.append(reader)
+                continue
+            over = _masked_softmax(facts, scores, node, user)
+            if over is not None:
+                crossed.add(over)
+            elif user.op == "output" or not facts.has_columns(user) or not is_elementwise(facts, user):
+                return _read_all(mixing)
+            pending.append(user)
+    if not readers:
+        mixing.reach = Reach.CONST
+        return None
+    widest = max(readers, key=lambda m: (m.reach, m.window or 0))
+    if not crossed <= {m.mask for m in readers}:
+        return _read_all(mixing)
+    mixing.reach, mixing.window, mixing.mask = widest.reach, widest.window, widest.mask
+    return None
+
+
+def _read_all(mixing: Mixing) -> None:
+    mixing.reach, mixing.window, mixing.mask = Reach.FULL, None, None
+
+
+def _masked_softmax(facts: Facts, scores: Scores, operand: Node, node: Node) -> Mask | None:
+    """The mask of a softmax over columns that gives no weight to what the mask hides."""
+    dim = normalised_dim(node)
+    layout = facts.layouts.get(node)
+    if dim is None or layout is None or layout[dim] is None or layout[dim].role is not Role.COLUMN:  # type: ignore[union-attr]
+        return None
+    known: Score | None = scores.of(operand)
+    return Mask(known.parts) if known is not None and known.is_masked_out else None

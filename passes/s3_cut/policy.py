@@ -1,0 +1,100 @@
+"""policy: what is kept from the forward to the backward, and where it lies meanwhile.
+
+By default a segment keeps its streamed inputs and nothing else. Three choices change that, each on its own:
+
+    save     "attention" also keeps what attention has computed, its output and log-sum-exp. The backward
+             then computes no attention again: the part of the recompute that grows with the square of the
+             length.
+    every    k: only every k-th segment keeps its inputs; those between are computed again, together, before
+             their backward. Less memory, one forward more.
+    offload  "host" or "disk": what is kept lies there between forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..graph.facts import Facts, Kind, Segment
+from ..rules.op_sets import ALIGNED, VIEW_ONLY
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept and where.
+
+    Attributes:
+        save: "inputs", or "attention" for attention outputs and log-sum-exps as well.
+        every: only every k-th segment keeps its inputs.
+        offload: "none", "host" or "disk".
+    """
+
+    save: str = "inputs"
+    every: int = 1
+    offload: str = "none"
+
+    def __str__(self) -> str:
+        what = "inputs and attention outputs" if self.save == "attention" else "inputs"
+        which = f" of every {ordinal(self.every)} segment" if self.every > 1 else ""
+        where = {"none": "", "host": ", in host memory", "disk": ", on disk"}[self.offload]
+        return f"store {what}{which}{where}"
+
+
+def candidates(policy: Policy) -> list[Policy]:
+    """What `policy="auto"` tries, from the least work to the least memory.
+
+    Args:
+        policy: its `offload` is where what is kept may go as well. A transfer beside the computation is
+            cheaper than computing again, and dearer than none.
+    """
+    places = dict.fromkeys(("none", policy.offload))
+    found = [Policy(save, 1, place) for place in places for save in ("attention", "inputs")]
+    return found + [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 11th, 21st."""
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def rows_from_outside(group: list[Segment]) -> list[Node]:
+    """The streamed inputs of segments that run one after the other, without what they make for each other."""
+    made = {n for s in group for n in s.outputs}
+    return list(dict.fromkeys(n for s in group for n in s.rows if n not in made))
+
+
+def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
+    """The segments in order, those that keep their inputs together in one group.
+
+    A group is a run of up to `every` neighbouring segments that read along the sequence. What looks rows up
+    (an embedding) joins the segment after it: looking them up again costs next to nothing, and then it is the
+    ids that are kept. Not so where that segment keeps its attention, which a group computes again.
+    """
+    found: list[list[Segment]] = []
+    for segment in facts.segments:
+        if found and facts.trains(segment) and segment.mixings and _joins(facts, policy, found[-1]):
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return found
+
+
+def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
+    """True if a group takes in the segment after it, which reads along the sequence."""
+    layers = sum(bool(s.mixings) for s in group)
+    if group[-1].mixings:
+        return facts.trains(group[-1]) and layers < policy.every
+    again = policy.save == "inputs" or policy.every > 1
+    return len(group) == 1 and again and _looks_up(facts, group[0])
+
+
+def _looks_up(facts: Facts, segment: Segment) -> bool:
+    """True for rows that come out of tables and pointwise ops, and are made of no other segment's rows."""
+    cheap = {torch.ops.aten.embedding.default, *ALIGNED, *VIEW_ONLY}
+    known = {Kind.STREAM, Kind.CONSTANT}
+    computed = [n for n in segment.nodes if facts.kinds.get(n) in known]
+    made = {n for s in facts.segments for n in s.outputs}
+    return not made.intersection(segment.rows) and all(n.target in cheap for n in computed)

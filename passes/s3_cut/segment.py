@@ -1,0 +1,346 @@
+"""segment: cut the graph where little is alive, so that each piece holds one level of mixing.
+
+A cut is a position in the order of streamed nodes; the values alive there are what is stored. Between
+two ops that mix rows (attentions) the position with the fewest bytes a row is taken: the residual
+stream, found by counting and not by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from ..graph.facts import Axis, Facts, Kind, Reach, Role, Segment, operands, shape_of, tensors_of
+from ..masks.analysis import can_materialize
+from ..rules.contractions import aten
+from ..s2_prove.inner_outputs import refuse_inner, shown
+
+# A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
+# levels of mixing then share a segment.
+EXPENSIVE = 4.0
+
+
+def segment(facts: Facts) -> Facts:
+    """Split the streamed nodes into segments and the epilogue."""
+    order = _streamed(facts)
+    cuts, epilogue_at = _cuts(facts, order)
+    bounds = [0, *cuts, epilogue_at]
+    for start, stop in itertools.pairwise(bounds):
+        if stop > start:
+            facts.segments.append(Segment(len(facts.segments), order[start:stop]))
+    facts.epilogue = order[epilogue_at:]
+    for piece in facts.segments:
+        connect(facts, piece)
+        _judge(facts, piece)
+    refuse_inner(facts)
+    return facts
+
+
+def _streamed(facts: Facts) -> list[Node]:
+    """Streamed nodes in graph order, with those reduced values that streamed ones are made of.
+
+    And with all results of a streamed op that has several: a cut may not come between.
+    """
+    feeds: set[Node] = set()
+    for node in reversed(facts.nodes):
+        if node.target is operator.getitem and facts.kinds[node.args[0]] is Kind.STREAM:
+            feeds.add(node)
+        if facts.kinds.get(node) is Kind.STREAM or node in feeds:
+            feeds.update(n for n in operands(node) if facts.kinds[n] is Kind.REDUCED)
+    return [
+        n for n in facts.nodes if n.op == "call_function" and (facts.kinds[n] is Kind.STREAM or n in feeds)
+    ]
+
+
+def row_axis(facts: Facts, node: Node) -> tuple[int, Axis] | None:
+    """Dim and axis of the rows of a value that can be stored by rows, else None."""
+    layout = facts.layouts.get(node)
+    if layout is None or isinstance(node.meta["val"], (tuple, list)):
+        return None
+    found = [(d, a) for d, a in enumerate(layout) if a is not None]
+    if len(found) != 1 or found[0][1].role is not Role.ROW:
+        return None
+    sizes = [s for d, s in enumerate(shape_of(node)) if d != found[0][0]]
+    return None if any(facts.sequence in s.free_symbols for s in sizes) else found[0]
+
+
+def samples(facts: Facts) -> sympy.Expr:
+    """How many sequences there are: the number of rows of the last segment's input at one position."""
+    streamed = [n for s in reversed(facts.segments) if s.chunked for n in s.rows]
+    found = next(((n, r) for n in streamed if (r := row_axis(facts, n)) is not None), None)
+    if found is None:
+        return sympy.S.One
+    node, (dim, axis) = found
+    sizes = shape_of(node)
+    width = len(sizes) - 1  # the last dim, if it is not the sequence, is the width of a row
+    return sympy.Mul(axis.outer, axis.inner, *(s for d, s in enumerate(sizes) if d not in (dim, width)))
+
+
+def row_bytes(facts: Facts, node: Node) -> float:
+    """Bytes of one row (of all samples) of a stored value; infinite if it cannot be stored by rows."""
+    rows = row_axis(facts, node)
+    if rows is None:
+        return math.inf
+    dim, axis = rows
+    sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
+    numbers = sympy.Mul(*sizes)
+    numbers = numbers.subs({s: facts.values.get(s, 2) for s in numbers.free_symbols})
+    return float(numbers) * tensors_of(node)[0].element_size()
+
+
+def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
+    """Bytes a row alive just before each position (and after the last)."""
+    position = {n: k for k, n in enumerate(order)}
+    end = len(order)
+    change = [0.0] * (end + 2)
+    barred = [0.0] * (end + 2)
+    sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
+    for node in (*sources, *order):
+        if not tensors_of(node):
+            continue
+        born = position.get(node, -1) + 1
+        uses = [position.get(u, end) for u in node.users if u.op != "output"]
+        last = max(uses, default=born - 1)
+        if last < born:
+            continue
+        cost = row_bytes(facts, node)
+        target = barred if math.isinf(cost) else change
+        amount = 1 if math.isinf(cost) else cost
+        target[born] += amount
+        target[last + 1] -= amount
+    costs, alive, bars = [], 0.0, 0.0
+    for k in range(end + 1):
+        alive += change[k]
+        bars += barred[k]
+        costs.append(math.inf if bars else alive)
+    return costs
+
+
+def _stops(facts: Facts, order: list[Node]) -> list[int]:
+    return [
+        k
+        for k, n in enumerate(order)
+        if n in facts.mixings or n in facts.refusals or n in facts.slices
+        or facts.layouts.get(n) is None or facts.kinds[n] is Kind.REDUCED
+    ]  # fmt: skip
+
+
+def _contracts(facts: Facts, piece: Segment) -> bool:
+    """True if a segment multiplies by a parameter. One that does not (an embedding) is run whole."""
+    return any(is_product(facts, n) for n in piece.nodes)
+
+
+def is_product(facts: Facts, node: Node) -> bool:
+    """True for a product of a streamed value and a parameter."""
+    products = (aten.linear.default, aten.matmul.default, aten.addmm.default, aten.mm.default)
+    return node.target in products and any(facts.kinds[n] is Kind.CONSTANT for n in operands(node))
+
+
+def _head(facts: Facts, order: list[Node], after: int) -> int | None:
+    """The last product with a parameter after the last mixing op, if what follows is a head.
+
+    It is one if a loss is made of it or if its result is wider than its operand; the last product of a
+    decoder layer that was captured alone is neither.
+    """
+    found = next((k for k in range(len(order) - 1, after, -1) if is_product(facts, order[k])), None)
+    if found is None or any(facts.kinds.get(n) is Kind.REDUCED for n in facts.nodes):
+        return found
+    sources = [n for n in operands(order[found]) if facts.kinds[n] is Kind.STREAM]
+    wide = all(row_bytes(facts, order[found]) > row_bytes(facts, n) for n in sources)
+    return found if wide else None
+
+
+def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
+    costs = _alive_costs(facts, order)
+    stops = _stops(facts, order)
+    head = _head(facts, order, stops[-1] if stops else -1)
+    walls = sorted({*stops, *_inner_heads(facts, order, costs, stops), *(() if head is None else (head,))})
+    gaps = [gap for a, b in itertools.pairwise([-1, *walls]) for gap in _gaps(facts, order, a + 1, b)]
+    ordinary = [min(costs[a : b + 1]) for a, b, usual in gaps if usual]
+    limit = EXPENSIVE * min((c for c in ordinary if c > 0), default=math.inf)
+    cuts: list[int] = []
+    for start, stop, usual in gaps:
+        least = min(costs[start : stop + 1])
+        if math.isinf(least) or (usual and least > limit):
+            continue
+        cut = max(k for k in range(start, stop + 1) if costs[k] == least)
+        if len(cuts) > 1 and order[start - 1] in facts.mixings:
+            near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
+            cut = _like_another(order, cuts, near, cut)
+        cuts.append(cut)
+    if head is None and len(cuts) > 1 and stops:
+        near = [k for k in range(stops[-1] + 1, len(order)) if costs[k] <= 2 * min(ordinary)]
+        cuts.append(_like_another(order, cuts, near, len(order)))
+    # a slice of rows stands alone: before it and after it there are two sequences of different length
+    around = {p for k, n in enumerate(order) if n in facts.slices for p in (k, k + 1)}
+    lengths = [_removed(facts, n) for n in order]
+    around |= {
+        k for k in range(1, len(order)) if lengths[k] and lengths[k - 1] and lengths[k] != lengths[k - 1]
+    }
+    cuts = sorted({*cuts, *(p for p in around if not math.isinf(costs[p]))} - {0, len(order)})
+    epilogue_at, returned = _epilogue(facts, order, costs, head, cuts), shown(facts)
+    behind = {k + 1 for k, n in enumerate(order[:epilogue_at]) if n in returned and costs[k + 1] < math.inf}
+    return sorted({*cuts, *behind}), epilogue_at
+
+
+def _gaps(facts: Facts, order: list[Node], start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Ranges of positions between two walls in each of which a cut is made; False where it costs little.
+
+    An embedding begins a model: before it, what is alive belongs to another one, and after it lies what its
+    first layer stores.
+    """
+    sources = [k for k in range(start, stop) if _is_source(facts, order[k])]
+    if not sources:
+        return [(start, stop, True)]
+    return [(start, sources[0], False), (sources[-1] + 1, stop, True)]
+
+
+def _is_source(facts: Facts, node: Node) -> bool:
+    """True for a streamed value that is made of parameters and data alone."""
+    return all(facts.kinds[n] not in (Kind.STREAM, Kind.REDUCED) for n in operands(node))
+
+
+def _inner_heads(facts: Facts, order: list[Node], costs: list[float], stops: list[int]) -> set[int]:
+    """Heads of models that are followed by another: products after which far less is alive than before."""
+    found = set()
+    for after, before in itertools.pairwise(stops):
+        least = min(costs[after + 1 : before + 1])
+        narrow = max(k for k in range(after + 1, before + 1) if costs[k] == least)
+        products = [k for k in range(after + 1, narrow) if is_product(facts, order[k])]
+        if products and least * 4 <= min(costs[after + 1 : products[-1] + 1]) < math.inf:
+            found.add(products[-1])
+    return found
+
+
+def _like_another(order: list[Node], cuts: list[int], candidates: list[int], otherwise: int) -> int:
+    """Of nearly equal cuts, the one that makes the layer end as a layer before it does."""
+    targets = [n.target for n in order]
+    known = {tuple(targets[a:b]) for a, b in itertools.pairwise(cuts)}
+    return next((cut for cut in candidates if tuple(targets[cuts[-1] : cut]) in known), otherwise)
+
+
+def _epilogue(facts: Facts, order: list[Node], costs: list[float], head: int | None, cuts: list[int]) -> int:
+    """Where the epilogue begins: small values by rows (losses, log-probabilities) and what follows.
+
+    It runs as ordinary autograd on values of a few numbers a row. Without a reduction there is none.
+    """
+    reduced = [n for n in facts.nodes if facts.kinds.get(n) is Kind.REDUCED and n not in set(order)]
+    start = (head if head is not None else (cuts[-1] if cuts else 0)) + 1
+    if not reduced or start > len(order):
+        return len(order)
+    least = min(costs[start:])
+    width = min((costs[k] for k in cuts), default=math.inf)
+    if math.isinf(least) or least * 4 > width:
+        return len(order)
+    ends = [k for k in range(start, len(costs)) if costs[k] == least]
+    length = _removed(facts, order[start - 1])
+    return max(k for k in ends if k == ends[0] or all(_removed(facts, n) == length for n in order[start:k]))
+
+
+def _removed(facts: Facts, node: Node) -> set[int]:
+    """By how many rows the sequence of a value is shorter than the inputs' (none if it carries none)."""
+    return {a.removed for a in facts.layouts.get(node) or () if a is not None}
+
+
+def closure(facts: Facts, nodes: list[Node], kinds: set[Kind]) -> list[Node]:
+    """Nodes of `kinds` that `nodes` are made of, in graph order."""
+    needed: set[Node] = set()
+    pending = [o for n in nodes for o in operands(n)]
+    while pending:
+        node = pending.pop()
+        if node in needed or facts.kinds[node] not in kinds:
+            continue
+        needed.add(node)
+        pending.extend(operands(node))
+    return [n for n in facts.nodes if n in needed]
+
+
+def connect(facts: Facts, piece: Segment) -> None:
+    """Find what goes into a segment and what comes out of it."""
+    inside = set(piece.nodes)
+    inlined = closure(facts, piece.nodes, {Kind.CONSTANT, Kind.SQUARE})
+    read = [o for n in (*piece.nodes, *inlined) for o in operands(n) if o not in inside]
+    read = list(dict.fromkeys(read))
+    piece.rows = [n for n in read if facts.kinds[n] is Kind.STREAM]
+    piece.constants = [
+        n for n in read if facts.kinds[n] in (Kind.CONSTANT, Kind.REDUCED) and _is_input(facts, n)
+    ]
+    piece.whole = [
+        n
+        for n in read
+        if facts.kinds[n] is Kind.WHOLE or (facts.kinds[n] is Kind.SQUARE and n.op == "placeholder")
+    ]
+    piece.outputs = [n for n in piece.nodes if any(u not in inside for u in n.users)]
+    piece.mixings = [facts.mixings[n] for n in piece.nodes if n in facts.mixings]
+
+
+def _is_input(facts: Facts, node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr") or facts.kinds[node] is Kind.REDUCED
+
+
+def _is_chained(facts: Facts, piece: Segment) -> bool:
+    """True if the columns that one mixing op reads are made of what another one gives.
+
+    NOTE [chained states]: the state rows of a chunk then depend on earlier chunks, so they are rebuilt in
+    order, reading the prefix; with a reach of FULL they could not be rebuilt chunk by chunk at all.
+    """
+    inside, mixed = set(piece.nodes), set()
+    for node in piece.nodes:
+        if node in facts.mixings and any(n in mixed for n in facts.mixings[node].columns):
+            return True
+        if node in facts.mixings or any(n in mixed for n in operands(node) if n in inside):
+            mixed.add(node)
+    return False
+
+
+def _judge(facts: Facts, piece: Segment) -> None:
+    """Decide whether a segment can be chunked, and how far its rows reach."""
+    if len(piece.nodes) == 1 and piece.nodes[0] in facts.slices:
+        piece.kind = "whole"
+        return
+    for node in piece.nodes:
+        reason = facts.refusals.get(node)
+        if node in facts.slices:
+            reason = "a slice of the sequence axis amid other ops"
+        if reason is None and facts.layouts.get(node) is None:
+            reason = "the sequence axis of the result is unknown"
+        if reason is not None:
+            piece.chunked, piece.reason, piece.refused = False, reason, node
+            break
+    for mask in closure(facts, piece.nodes, {Kind.SQUARE}) if piece.chunked else ():
+        read_by_rows = any(u in set(piece.nodes) for u in mask.users)
+        if read_by_rows and not can_materialize(mask, lambda n: facts.kinds.get(n) is Kind.WHOLE):
+            piece.chunked, piece.refused = False, mask
+            piece.reason = "a sequence x sequence value cannot be built by rows"
+    for value in closure(facts, piece.nodes, {Kind.CONSTANT}) if piece.chunked else ():
+        if any(facts.kinds[n] is Kind.SQUARE for n in operands(value)):
+            piece.chunked, piece.refused = False, value
+            piece.reason = "a weight is made of a sequence x sequence value"
+    for node in (*piece.rows, *piece.outputs):
+        if piece.chunked and row_axis(facts, node) is None:
+            piece.chunked, piece.refused = False, node
+            piece.reason = "a value at its border cannot be stored by rows"
+    lengths = {
+        a.removed: n for n in (*piece.rows, *piece.nodes) for a in facts.layouts.get(n) or () if a is not None
+    }
+    piece.removed = max(lengths, default=0)
+    if piece.chunked and len(lengths) > 1:
+        piece.chunked, piece.refused = False, lengths[piece.removed]
+        piece.reason = "sequences of different lengths meet in it"
+    if not piece.mixings:
+        piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
+        return
+    piece.reach = max(m.reach for m in piece.mixings)
+    piece.chained = _is_chained(facts, piece)
+    if piece.chained and piece.reach is Reach.FULL and piece.chunked:
+        piece.chunked, piece.refused = False, piece.mixings[0].node
+        piece.reason = "levels of mixing that cannot be cut apart, one of which reads later rows"
+    windows: list[Any] = [m.window for m in piece.mixings]
+    piece.window = (
+        max(windows) if piece.reach is Reach.WINDOW and all(w is not None for w in windows) else None
+    )

@@ -1,0 +1,132 @@
+"""What a chunk sees of the sequence: its rows, the columns that it reads, and the state between the two.
+
+The state of a segment are values that are computed once by rows, kept in a buffer, and read back as columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, tensors_of
+from ..graph.op_arguments import sdpa_arguments
+from ..rules.op_sets import VIEW_ONLY
+from ..s1_capture.normalize import grouped_source
+
+aten = torch.ops.aten
+Size = Any  # int or SymInt
+
+
+@dataclass
+class Ranges:
+    """The part of the sequence a chunk program sees; ints, or SymInts while it is traced.
+
+    Rows [start, start + rows); columns [low, low + columns). `prefix` columns come before the own rows.
+    """
+
+    start: Size
+    rows: Size
+    low: Size
+    prefix: Size
+    columns: Size
+    total: Size
+
+    def interval(self, role: Role) -> tuple[Size, Size]:
+        """First position and length of a role."""
+        return (self.start, self.rows) if role is Role.ROW else (self.low, self.columns)
+
+
+@dataclass
+class State:
+    """A value kept for the whole segment: computed by rows, read as columns."""
+
+    node: Node
+    dim: int
+
+
+def find_states(facts: Facts, segment: Segment) -> list[State]:
+    """Where the state of a segment is cut: above each column operand, at the fewest bytes a row.
+
+    Only views and repetitions are crossed, so that no arithmetic is done again for every chunk that reads
+    the prefix; keys and values are kept before they are repeated over query heads.
+    """
+    found: dict[Node, State] = {}
+    inside = set(segment.nodes)
+    for mixing in segment.mixings:
+        for operand in [n for n, r in edges(facts, mixing.node, Role.ROW) if r is Role.COLUMN]:
+            if facts.kinds[operand] is not Kind.STREAM:
+                continue  # data: its columns are slices
+            best = node = operand
+            while node.target in VIEW_ONLY and isinstance(node.args[0], Node) and node.args[0] in inside:
+                node = node.args[0]
+                if _simple_axis(facts, node) is not None and _size(facts, node) <= _size(facts, best):
+                    best = node
+            dim = _simple_axis(facts, best)
+            assert dim is not None
+            found[best] = State(best, dim)
+    return list(found.values())
+
+
+def _simple_axis(facts: Facts, node: Node) -> int | None:
+    layout = facts.layouts.get(node) or ()
+    dims = [d for d, a in enumerate(layout) if a is not None]
+    return dims[0] if len(dims) == 1 and layout[dims[0]] == Axis() else None
+
+
+def _size(facts: Facts, node: Node) -> float:
+    value = sympy.Mul(*shape_of(node))
+    return float(value.subs(dict.fromkeys(value.free_symbols, 4096))) * tensors_of(node)[0].element_size()
+
+
+def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
+    """Operands of a node with the role in which each is read."""
+    if node not in facts.mixings:
+        return [(n, role) for n in operands(node)]
+    if node.target is aten.scaled_dot_product_attention.default:
+        call = sdpa_arguments(node)
+        return [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
+    left, right = node.args[-2:] if node.target is not aten.baddbmm.default else node.args[1:3]
+    grouped = grouped_columns(node)
+    return [(left, role), (right if grouped is None else grouped.source, Role.COLUMN)]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A product with heads that were repeated: `source` before it, `groups` times, then transposed or not."""
+
+    source: Node
+    groups: int
+    transposed: bool
+
+
+def grouped_columns(node: Node) -> Grouped | None:
+    """How a product reads repeated heads, if it does: they are not repeated over the columns."""
+    if node.target is not aten.matmul.default or not isinstance(node.args[1], Node):
+        return None
+    right = node.args[1]
+    transposed = right.target is aten.transpose.int and {d % 4 for d in right.args[1:]} == {2, 3}
+    found = grouped_source(right.args[0] if transposed else right)
+    return None if found is None else Grouped(found[0], found[1], transposed)
+
+
+class StateReader:
+    """How a chunk program reads its states. Subclasses differ in what backward does."""
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        """The columns of a state: `ranges.columns` entries in its dim, the chunk's own rows among them.
+
+        `own` has the rows that the chunk has computed: `ranges.rows` entries in that dim.
+        """
+        raise NotImplementedError
+
+    def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The columns, the buffer of their gradient in the same shape, and the chunk's own rows of that.
+
+        None if reads are not differentiated in place.
+        """
+        return None

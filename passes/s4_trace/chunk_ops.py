@@ -1,0 +1,266 @@
+"""chunk_ops: how ops are written in a chunk program where they are not simply themselves.
+
+Views take the sizes of the chunk; products with repeated heads do not repeat them; attention goes by blocks.
+One small function an op, registered with `@emit(op)`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..graph.facts import Axis, Mask, Role, tensors_of
+from ..graph.op_arguments import arguments, sdpa_arguments
+from ..rules.op_sets import EXPANDS, RESHAPES
+from ..rules.pointwise import LIKE_ANOTHER
+from .attention_kernels import AttentionBlock, CpuFlash, additive, choose
+from .carried_state import Size, grouped_columns
+from .evaluation import Evaluation, emit
+from .prefix_attention import PrefixAttention, attend, attend_plainly, causal_block
+
+aten = torch.ops.aten
+
+
+@emit(*RESHAPES)
+def reshape(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """A view with the sizes of the chunk."""
+    return run.operand(node.args[0], role).reshape(run.local_shape(node, role))
+
+
+@emit(*EXPANDS)
+def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Repeated to the sizes of the chunk."""
+    return run.operand(node.args[0], role).expand(run.local_shape(node, role))
+
+
+@emit(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor)
+def broadcast(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Three operands, each with the sizes of the result.
+
+    PyTorch's way to make them alike knows no symbolic sizes under `torch.func`.
+    """
+    layout = run.facts.layouts[node]
+    shape = run.local_shape(node, role)
+    operands = [run.aligned(n, role, layout).expand(shape) for n in node.args]
+    return node.target(*operands, **node.kwargs)
+
+
+@emit(aten.pad.default, aten.constant_pad_nd.default)
+def pad(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Padding with a constant by slices and joins: `constant_pad_nd` knows no symbolic sizes.
+
+    A negative amount cuts off.
+    """
+    call = arguments(node)
+    if call.get("mode", "constant") != "constant":
+        return run.call(node, role, None)
+    value, number = run.operand(call["self"], role), call["value"] or 0
+    amounts = [run.operand(n, role) if isinstance(n, Node) else n for n in call["pad"]]
+    for k, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        dim = value.dim() - 1 - k
+        first, last = (-n if n < 0 else 0 for n in (before, after))
+        if first or last:
+            value = value.narrow(dim, first, value.shape[dim] - first - last)
+        sides = [
+            value.new_full(_with_size(value, dim, n), number) if n > 0 else None for n in (before, after)
+        ]
+        parts = [p for p in (sides[0], value, sides[1]) if p is not None]
+        value = torch.cat(parts, dim) if len(parts) > 1 else value
+    return value
+
+
+def _with_size(value: Tensor, dim: int, size: Size) -> list[Size]:
+    """Sizes of a value, with another one in one dim."""
+    return [size if d == dim else s for d, s in enumerate(value.shape)]
+
+
+@emit(*LIKE_ANOTHER)
+def cast_like(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """A cast; the tensor that lends its dtype is not needed on the chunk."""
+    return run.operand(node.args[0], role).to(tensors_of(node)[0].dtype)
+
+
+@emit(aten._conj.default)
+def conjugate(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Written out: a program writes into memory, which does not say that it is to be read as conjugated."""
+    return run.operand(node.args[0], role).conj_physical()
+
+
+@emit(aten.view_as_complex.default)
+def view_as_complex(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """A chunk of rows may lie in memory in a way that has no complex view: then it is copied."""
+    return torch.view_as_complex(run.operand(node.args[0], role).contiguous())
+
+
+@emit(aten.dropout.default)
+def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Dropout whose random numbers can be drawn again in the backward."""
+    return run.dropout(node, run.operand(node.args[0], role), node.args[1])
+
+
+@emit(aten.linear.default)
+def linear(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """With a bias: the one product that PyTorch makes of it.
+
+    PyTorch's own way there asks a tensor for its sizes, which under `torch.func` become numbers: the program
+    would serve one chunk length only.
+    """
+    given = [*node.args, *node.kwargs.values()]
+    if len(given) < 3 or given[2] is None:
+        return run.call(node, role, None)
+    rows, weight, bias = (run.operand(n, role) for n in given)
+    if rows.dim() == 2 or weight.dim() != 2:
+        return aten.linear.default(rows, weight, bias)
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    return torch.addmm(bias, flat, weight.t()).reshape(*rows.shape[:-1], weight.shape[0])
+
+
+@emit(aten.cross_entropy_loss.default)
+def cross_entropy(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Targets lie beside the rows, classes or probabilities of them; weights of classes do not."""
+    call = arguments(node)
+    logits, target = call["self"], call["target"]
+    beside = logits if tensors_of(target)[0].dtype.is_floating_point else node
+    axes = {"self": None, "target": run.facts.layouts[beside], "weight": (None,)}
+    values = {k: run.operand(v, role, axes[k]) if k in axes and v is not None else v for k, v in call.items()}
+    return aten.cross_entropy_loss.default(**values)
+
+
+@emit(aten.matmul.default)
+def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """With grouped heads, the query heads of a group are rows of one product with the group's columns."""
+    grouped = grouped_columns(node) if node in run.facts.mixings else None
+    if grouped is None:
+        return run.call(node, role, None)
+    left, right = run.operand(node.args[0], role), run.operand(grouped.source, Role.COLUMN)
+    batch, heads, rows, inner = left.shape
+    folded = left.reshape(batch, heads // grouped.groups, grouped.groups * rows, inner)
+    product = folded @ (right.transpose(2, 3) if grouped.transposed else right)
+    return product.reshape(batch, heads, rows, product.shape[-1])
+
+
+@emit(aten.baddbmm.default)
+def baddbmm(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """The product of the chunk's rows with the columns so far, then the addend's rows."""
+    bias, left, right = node.args[:3]
+    addend = run.operand(bias, role, run.facts.layouts[node])
+    right_role = Role.COLUMN if node in run.facts.mixings else role
+    product = run.operand(left, role), run.operand(right, right_role)
+    alpha, beta = (node.kwargs.get(k, 1) for k in ("alpha", "beta"))
+    scores = torch.bmm(*product)
+    scores = scores if alpha == 1 else scores * alpha
+    if beta == 0:  # PyTorch does not look at the addend then: what is infinite in it goes nowhere
+        return scores
+    return scores + (addend if beta == 1 else addend * beta)
+
+
+@emit(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """By blocks where the mask is plain causal, else under the chunk's own rows of the mask."""
+    call = sdpa_arguments(node)
+    query = run.operand(call["query"], role)
+    mask_node = call["attn_mask"]
+    plain = isinstance(mask_node, Node) and Mask.of(mask_node) in run.program.plain
+    causal = call["is_causal"] or plain
+    mask = _mask_rows(run, mask_node) if mask_node is not None and not causal else None
+    in_place = _in_place(run, call["key"], call["value"]) if call["dropout_p"] == 0.0 else None
+    kernel = None if in_place is None else choose(query, in_place[2], in_place[3], mask)
+    if in_place is not None and kernel is not None:
+        bias = kernel.bias(mask, query, in_place[2])
+        extra = (run.ranges.prefix, causal, call["scale"])
+        found = PrefixAttention.apply(query, *in_place, bias, kernel, *extra)
+        if node in run.program.keep:
+            run.program.kept += found
+        return found[0]
+    key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
+    kernel = choose(query, key, value, mask) if call["dropout_p"] == 0.0 else None
+    if kernel is not None and not torch.is_grad_enabled():
+        bias = kernel.bias(mask, query, key)
+        return attend(kernel, query, key, value, bias, run.ranges.prefix, causal, call["scale"])[0]
+    if isinstance(kernel, CpuFlash):
+        return _on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
+    if causal:
+        mask = _causal_block(run, query)
+    drop = (lambda w: run.dropout(node, w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
+    return attend_plainly(query, key, value, mask, call["scale"], drop)
+
+
+def _on_columns(
+    run: Evaluation,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """Without gradient buffers, where reads are differentiated as columns: by PyTorch's own backward.
+
+    NOTE [the kernel that eager uses]: where every score of a row is the same huge negative number, kernels
+    differ in more than rounding, so the same one is taken: heads that are broadcast and not declared as
+    grouped make PyTorch fall back to plain products.
+    """
+    bias = additive(_causal_block(run, query) if causal else mask, query)
+    if query.shape[1] != key.shape[1] and not grouped:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
+    return CpuFlash().forward(AttentionBlock(query, key, value, bias, scale=scale))[0]
+
+
+def _causal_block(run: Evaluation, query: Tensor) -> Tensor:
+    ranges = run.ranges
+    return causal_block(ranges.prefix, ranges.rows, ranges.columns, query.device)
+
+
+def _mask_rows(run: Evaluation, mask: Node) -> Tensor:
+    rank = tensors_of(mask)[0].dim()
+    axes = (*(None,) * max(0, rank - 2), Axis(), Axis(Role.COLUMN))[-rank:]
+    return run.operand(mask, Role.ROW, axes)
+
+
+def _in_place(run: Evaluation, key: Node, value: Node) -> list[Tensor] | None:
+    """Operands of an attention that adds to the state-gradient buffers itself.
+
+    Own key and value rows, the columns of both, their gradient buffers shaped alike, and the own rows of
+    these. None where gradients are not kept in place, a state has several readers, or more than a view lies
+    between a state and the attention.
+    """
+    own, columns, gradients, own_gradients = [], [], [], []
+    for node in (key, value):
+        sources = run.program.sources(node)
+        if len(sources) != 1 or run.program.readers.get(sources[0], 0) != 1:
+            return None
+        buffers = run.reader.buffers_of(run.program.states[sources[0]])
+        if buffers is None:
+            return None
+        views = [_as_view(run, node, sources[0], b) for b in buffers[:2]]
+        if views[0] is None or views[1] is None:
+            return None
+        own.append(run.values[sources[0], Role.ROW])
+        columns.append(views[0])
+        gradients.append(views[1])
+        own_gradients.append(buffers[2])
+    return [*own, *columns, *gradients, *own_gradients]
+
+
+def _as_view(run: Evaluation, node: Node, source: Node, buffer: Tensor) -> Tensor | None:
+    """The ops between a state and its reader, applied to another buffer, if all of them are views."""
+    chain = []
+    while node is not source:
+        chain.append(node)
+        node = node.args[0]
+    value = buffer
+    for step in reversed(chain):
+        if step.target in RESHAPES:
+            try:
+                value = value.view(run.local_shape(step, Role.COLUMN))
+            except (RuntimeError, ValueError):  # not a view of this buffer
+                return None
+        elif step.target in (aten.transpose.int, aten.permute.default, aten.unsqueeze.default):
+            value = step.target(value, *step.args[1:])
+        else:
+            return None
+    return value

@@ -1,0 +1,207 @@
+"""Attention of a chunk's queries over the state, by blocks, and the reads of the state.
+
+Keys and values of a segment live in one buffer; chunks write their rows and attention reads a view.
+Chunks are differentiated from the last to the first, so when a chunk's turn comes the gradient of its own
+state rows is complete: the backward of a read adds to the gradient buffer and hands the finished rows on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_kernels import AttentionBlock, Kernel, additive
+
+
+class StateRead(torch.autograd.Function):
+    """The columns a chunk reads, its own rows written first.
+
+    Backward returns the finished gradient of the chunk's own rows.
+    """
+
+    @staticmethod
+    def forward(
+        own: Tensor, columns: Tensor, own_columns: Tensor, gradient: Tensor, own_gradient: Tensor
+    ) -> Tensor:
+        """Write the own rows (B, H, c, D) into the buffer, and return a view of all columns (B, H, n, D)."""
+        own_columns.copy_(own)
+        return columns.view_as(columns)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Keep the gradient buffers, and the dtype of the own rows."""
+        own, _, _, ctx.gradient, ctx.own_gradient = inputs
+        ctx.dtype = own.dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        """Add the gradient of the columns to the buffer, and return the finished gradient of the own rows."""
+        ctx.gradient.add_(gradient)
+        return _as_result(ctx.own_gradient, ctx.dtype), None, None, None, None
+
+
+def _as_result(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that is an input of the program, as a value that the trace has made: a view, or cast."""
+    return gradient.view_as(gradient) if gradient.dtype == dtype else gradient.to(dtype)
+
+
+def attend(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    prefix: int,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries at columns [prefix, end) over columns [0, end).
+
+    Shapes: query (B, H, c, D); key and value (B, H or fewer, prefix + c, D); out (B, H, c, D); log-sum-exp
+    (B, H, c). If `causal`, the prefix is read without a mask and only the diagonal block is triangular; the
+    two are merged by log-sum-exp. Otherwise one block is read under `bias`.
+    """
+    if not causal:
+        return _read(kernel, AttentionBlock(query, key, value, bias, scale=scale))
+    rows = query.shape[2]
+    own_key, own_value = (x.narrow(2, prefix, rows) for x in (key, value))
+    out, lse = kernel.forward(AttentionBlock(query, own_key, own_value, causal=True, scale=scale))
+    if isinstance(prefix, int) and prefix == 0:
+        return out, lse
+    key, value = (x.narrow(2, 0, prefix) for x in (key, value))
+    out_before, lse_before = _read(kernel, AttentionBlock(query, key, value, scale=scale))
+    both = torch.logaddexp(lse, lse_before)
+    weight, weight_before = ((x - both).exp().unsqueeze(-1) for x in (lse, lse_before))
+    return (out * weight + out_before * weight_before).to(query.dtype), both
+
+
+def _read(kernel: Kernel, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a block that is not causal."""
+    groups = _stacked(kernel, block)
+    out, lse = kernel.forward(replace(block, query=stack(block.query, groups)))
+    return unstack(out, groups), unstack(lse, groups)
+
+
+def _stacked(kernel: Kernel, block: AttentionBlock) -> int:
+    """How many query heads of a group become rows of one head: none where rows differ in what they read."""
+    alike = block.bias is None and not block.causal
+    return kernel.stacked(block.query, block.key) if alike else 1
+
+
+def stack(rows: Tensor, groups: int) -> Tensor:
+    """(B, H, c, ...) -> (B, H / groups, groups * c, ...)."""
+    return rows if groups == 1 else rows.unflatten(1, (-1, groups)).flatten(2, 3)
+
+
+def unstack(rows: Tensor, groups: int) -> Tensor:
+    """(B, H / groups, groups * c, ...) -> (B, H, c, ...)."""
+    return rows if groups == 1 else rows.unflatten(2, (groups, -1)).flatten(1, 2)
+
+
+class PrefixAttention(torch.autograd.Function):
+    """A kernel's attention over the state, differentiated block by block with the merged log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        own_key: Tensor,
+        own_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_gradient: Tensor,
+        value_gradient: Tensor,
+        own_key_gradient: Tensor,
+        own_value_gradient: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        prefix: int,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, as of `attend`; the own rows already lie in `key` and `value`."""
+        return attend(kernel, query, key, value, bias, prefix, causal, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        """Save the operands, the output and the log-sum-exp; keep the gradient buffers."""
+        query, _, _, key, value, *ctx.gradients, bias, ctx.kernel, ctx.prefix, ctx.causal, ctx.scale = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(query, key, value, *output, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple:
+        """Add the gradients of keys and values to their buffers, block by block.
+
+        Returns the gradient of the query, and the finished gradients of the chunk's own keys and values.
+        """
+        query, key, value, out, lse, bias = ctx.saved_tensors
+        grad_key, grad_value, own_key, own_value = ctx.gradients
+        rows = query.shape[2]
+        if ctx.causal:
+            blocks = [(ctx.prefix, rows, True)]
+            if not (isinstance(ctx.prefix, int) and ctx.prefix == 0):
+                blocks.append((0, ctx.prefix, False))
+        else:
+            blocks = [(0, key.shape[2], False)]
+        grad_query = None
+        for start, length, causal in blocks:
+            keys, values = (x.narrow(2, start, length) for x in (key, value))
+            block = AttentionBlock(query, keys, values, bias, causal, ctx.scale)
+            groups = _stacked(ctx.kernel, block)
+            dout, q, o, sums = (stack(x, groups) for x in (gradient, query, out, lse))
+            dq, dk, dv = ctx.kernel.backward(dout, replace(block, query=q), o, sums)
+            dq = unstack(dq, groups)
+            grad_key.narrow(2, start, length).add_(dk)
+            grad_value.narrow(2, start, length).add_(dv)
+            grad_query = dq if grad_query is None else grad_query.add_(dq)
+        own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
+        return (grad_query, *own, *(None,) * 11)
+
+
+def attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropout: Any = None
+) -> Tensor:
+    """Attention as products and a softmax: any device, any head sizes, and dropout.
+
+    Shapes: query (B, H, c, D); key (B, H or fewer, n, D); value (B, H or fewer, n, Dv); mask (B, H, c, n), or
+    what broadcasts to it, bool or added to the scores. The result is (B, H, c, Dv), in the query's dtype.
+
+    Args:
+        dropout: applied to the attention weights (B, H, c, n); None: no dropout.
+    """
+    groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
+    if dropout is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=groups > 1
+        )
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.transpose(-1, -2) * scale
+    bias = additive(mask, scores)
+    weights = torch.softmax(scores if bias is None else scores + bias, -1)
+    return dropout(weights) @ value
+
+
+def causal_block(prefix: Any, rows: Any, columns: Any, device: torch.device) -> Tensor:
+    """Boolean (rows, columns) mask of a chunk whose first row is column `prefix`."""
+    row = torch.arange(rows, device=device) + prefix
+    return torch.arange(columns, device=device).unsqueeze(0) <= row.unsqueeze(1)
+
+
+@torch.library.custom_op("streambp_fx::dropout_mask", mutates_args=())
+def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
+    """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed."""
+    if probability == 1.0:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    keep = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
+
+
+@dropout_mask.register_fake
+def _(like: Tensor, probability: float, seed: int) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

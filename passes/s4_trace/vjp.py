@@ -1,0 +1,276 @@
+"""vjp: chunk programs and their joint vector-Jacobian products as explicit FX graphs.
+
+Each program is traced once with `make_fx` on fake tensors whose chunk and prefix lengths are symbols, so
+that one graph serves all chunks, all lengths and all identical segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..graph.facts import Mask, compiled
+from ..graph.symbols import SymbolTable, new_fake_mode
+from ..graph.tracing import trace
+from ..step.instructions import BufferKind
+from . import chunk_ops  # noqa: F401  (registers how ops are written)
+from .carried_state import Ranges, State, StateReader
+from .chunk_program import ChunkProgram
+from .prefix_attention import StateRead
+from .program_inputs import Extent, FakeInputs, Slots, Unpacked
+
+if TYPE_CHECKING:
+    from ..s5_lower.lower import Lowered
+    from ..s5_lower.programs import SegmentPrograms
+
+Guard = Callable[[Mapping[str, int]], bool]
+
+
+@dataclass
+class Traced:
+    """A traced program before it is lowered.
+
+    Attributes:
+        module: its graph; the outputs are the values, then the gradients of rows, then those of parameters.
+        values: how many outputs are values.
+        kept: how many outputs after them are kept for the backward, see `policy`.
+        guards: what tracing assumed of the sizes.
+        fakes: the inputs it was traced with.
+        lowered: programs made of it, by kind.
+    """
+
+    module: GraphModule
+    values: int
+    guards: Guards
+    fakes: list[Any]
+    kept: int = 0
+    lowered: dict[str, Lowered] = field(default_factory=dict)
+
+    def accepts(self, sizes: Mapping[str, int]) -> bool:
+        """True if what tracing assumed holds for these sizes, given by name."""
+        return all(guard(sizes) for guard in self.guards())
+
+
+class Columns(StateReader):
+    """Forward: own rows are written into the buffer, and the buffer is read."""
+
+    def __init__(self, buffers: dict[Node, Tensor], ranges: Ranges, write: bool) -> None:
+        self.buffers, self.ranges, self.write = buffers, ranges, write
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        """The buffer of the state, into which the own rows are written first if `write` is set."""
+        buffer = self.buffers[state.node]
+        if self.write:
+            buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows).copy_(own)
+        return buffer
+
+
+class DifferentiatedColumns(StateReader):
+    """Causal: own rows are written; reads add to the gradient buffer and return the finished own rows."""
+
+    def __init__(self, buffers: dict[Node, Tensor], grads: dict[Node, Tensor], ranges: Ranges) -> None:
+        self.buffers, self.grads, self.ranges = buffers, grads, ranges
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        """The buffer of the state, with the own rows written; its backward is that of `StateRead`."""
+        buffer, grad, own_grad = self.buffers_of(state)
+        own_columns = buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
+        return StateRead.apply(own, buffer, own_columns, grad, own_grad)
+
+    def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """The buffer of the state, that of its gradient, and the own rows of this one."""
+        grad = self.grads[state.node]
+        own = grad.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
+        return self.buffers[state.node], grad, own
+
+
+class LeafColumns(StateReader):
+    """Backward, not causal: the columns are leaves; the own rows are differentiated in a later sweep."""
+
+    def __init__(self, leaves: dict[Node, Tensor]) -> None:
+        self.leaves = leaves
+
+    def columns(self, state: State, own: Tensor) -> Tensor:
+        """The leaf tensor that stands for the columns of the state; the own rows are left alone."""
+        return self.leaves[state.node]
+
+
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Within: what is saved is left alone. Somebody's hooks (offloading, checkpointing) are for the step.
+
+    `torch.func` does not work under such hooks.
+    """
+    autograd = torch._C._autograd
+    hooks = []
+    try:
+        while top := autograd._top_saved_tensors_default_hooks(True):
+            hooks.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def traced_program(
+    owner: SegmentPrograms, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]
+) -> Traced:
+    """Trace a program of a segment on fake tensors.
+
+    Args:
+        kind: see `SegmentPrograms`.
+        plain: masks that hide nothing but later rows.
+        extent: rows and columns of the chunk.
+        args: inputs in slot order; only the numbers at their front are looked at.
+    """
+    facts, segment, slots = owner.facts, owner.segment, owner.slots(kind)
+    mode = new_fake_mode()
+    env = mode.shape_env
+    assert env is not None
+    fakes = FakeInputs(facts, slots, extent, SymbolTable(env), mode, args)
+    by_state = kind in ("states", "state_joint")
+    targets = list(owner.states) if by_state else segment.outputs
+    program = ChunkProgram(facts, segment, targets, plain, owner.keep if kind == "joint" else frozenset())
+    bodies = {"forward": _forward, "states": _write_states, "state_joint": _state_joint}
+    body = bodies.get(kind, _joint)
+
+    def traced(*flat: Any) -> list[Tensor]:
+        found = body(owner, program, slots, extent, flat)
+        if program.origins is not None:
+            program.origins.finish()
+        return found
+
+    with mode, torch.enable_grad():
+        module = trace(traced, *fakes.flat)
+    values = len(targets) if kind == "joint" else 0
+    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat, len(program.kept))
+
+
+def outputs_of(module: GraphModule) -> list[Any]:
+    """What a graph returns: nodes, numbers and None."""
+    return list(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
+
+
+def _forward(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
+    given = Unpacked(slots, extent, flat)
+    with torch.no_grad():
+        # in FULL reach all states were written before the first chunk reads
+        reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=not extent.full)
+        return program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
+
+
+def _write_states(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
+    given = Unpacked(slots, extent, flat)
+    with torch.no_grad():
+        reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=True)
+        values = program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
+        for state, own in zip(owner.states.values(), values, strict=True):
+            reader.columns(state, own)
+        return []
+
+
+def _joint(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
+    """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
+
+    Before them come the outputs themselves, and what is kept for the backward.
+    """
+    given = Unpacked(slots, extent, flat)
+    states, gradients = given.tensors[BufferKind.STATE], given.tensors[BufferKind.STATE_GRADIENT]
+    leaves = list(states) if extent.full else []
+    wanted = [*owner.diff_rows, *owner.diff_constants]
+
+    def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[list[Tensor], list[Tensor]]]:
+        named = dict(zip(wanted, primals, strict=False))
+        if extent.full:
+            columns = primals[len(wanted) :]
+            reader: StateReader = LeafColumns(dict(zip(leaves, columns, strict=True)))
+        else:
+            reader = DifferentiatedColumns(states, gradients, given.ranges)
+        values = program.run(given.bindings(owner.facts, named), given.ranges, reader, given.seed)
+        by_node = dict(zip(program.targets, values, strict=True))
+        return tuple(by_node[n] for n in owner.diff_outputs), (values, program.kept)
+
+    primals = [*_primals(owner, given), *(states[n] for n in leaves)]
+    _, pullback, (values, kept) = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
+    cotangents = given.tensors[BufferKind.COTANGENT]
+    found = _pull_back(pullback, [cotangents[n] for n in owner.diff_outputs])
+    for node in reversed(leaves):
+        gradients[node].add_(found.pop())
+    return [*values, *kept, *found]
+
+
+def _state_joint(
+    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+) -> list[Tensor]:
+    given = Unpacked(slots, extent, flat)
+    states, gradients = given.tensors[BufferKind.STATE], given.tensors[BufferKind.STATE_GRADIENT]
+    wanted = [*owner.diff_rows, *owner.diff_constants]
+
+    def chunk(*primals: Tensor) -> tuple[Tensor, ...]:
+        bindings = given.bindings(owner.facts, dict(zip(wanted, primals, strict=True)))
+        return tuple(program.run(bindings, given.ranges, LeafColumns(states), given.seed))
+
+    _, pullback = torch.func.vjp(chunk, *_primals(owner, given))  # type: ignore[misc]
+    return _pull_back(pullback, [gradients[n].to(states[n].dtype) for n in owner.states])
+
+
+def _primals(owner: SegmentPrograms, given: Unpacked) -> list[Tensor]:
+    """What is differentiated: rows, then constants."""
+    rows, constants = given.tensors[BufferKind.ROWS], given.tensors[BufferKind.CONSTANT]
+    return [*(rows[n] for n in owner.diff_rows), *(constants[n] for n in owner.diff_constants)]
+
+
+def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[Tensor]:
+    """Without a graph of the backward itself, PyTorch uses its fused backward kernels."""
+    with torch.no_grad():
+        return list(pullback(tuple(cotangents)))
+
+
+class Guards:
+    """What tracing (and Inductor, later) assumed about the sizes, as tests of sizes by name.
+
+    Where the columns are all of the sequence, its length counts like any other size; else it is not one of
+    the program's, see NOTE [longer than the chunk needs].
+    """
+
+    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str], full: bool) -> None:
+        self.env, self.names, self.full = env, names, full
+        self.seen = 0
+        self.tests: list[Guard] = []
+
+    def __call__(self) -> list[Guard]:
+        for guard in self.env.guards[self.seen :]:
+            if self._counts(guard.expr):
+                symbols = sorted(guard.expr.free_symbols, key=str)
+                test = compiled(symbols, guard.expr)
+                self.tests.append(_guard(test, [self.names[s] for s in symbols]))
+        self.seen = len(self.env.guards)
+        return self.tests
+
+    def conditions(self) -> list[sympy.Expr]:
+        """What is tested, as expressions in the symbols of `names`, each once."""
+        return list(dict.fromkeys(g.expr for g in self.env.guards if self._counts(g.expr)))
+
+    def _counts(self, assumed: sympy.Expr) -> bool:
+        known = [self.names.get(s) for s in assumed.free_symbols]
+        ignored = "total" in known and not self.full
+        return bool(known) and not ignored and None not in known and "seed" not in known
+
+
+def _guard(test: Callable[..., Any], names: list[str]) -> Guard:
+    return lambda sizes: bool(test(*(sizes[n] for n in names)))

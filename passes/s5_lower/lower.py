@@ -1,0 +1,244 @@
+"""lower: an explicit program graph -> Python that runs on eager kernels, or on what Inductor makes of it.
+
+Dead code goes; the gradient of a parameter is added to its accumulator as soon as it is known (a product is
+added by `addmm_`, without a temporary), so that no two gradients of one parameter are alive at once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.facts import tensors_of
+from ..graph.functionalization import changes_something, written_operands
+from ..graph.purity import is_impure
+from . import sparse_gradients  # noqa: F401  (registers its rewrites)
+from .rematerialize import rematerialize, typical
+from .reorder import reorder
+from .simplify import simplify
+from .workspace import into_workspace, widest_product
+from .write_in_place import write_in_place
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Lowered:
+    """A runnable program.
+
+    Attributes:
+        run: function of the flat inputs; returns the outputs that are not accumulated.
+        module: the graph it was generated from.
+        sizes: names of the size symbols of its values.
+        product: of `module`, whose memory is one more input of `run` at the end, a tensor without elements
+            that is given to each call again (see `workspace`); None: there is no such input.
+    """
+
+    run: Callable[..., list[Any]]
+    module: GraphModule
+    sizes: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+    product: Node | None = None
+
+    @property
+    def workspace(self) -> torch.dtype | None:
+        """Dtype of the input that the product's memory is."""
+        return None if self.product is None else tensors_of(self.product)[0].dtype
+
+
+def lower(
+    module: GraphModule,
+    accumulators: int,
+    names: list[str],
+    body: str = "eager",
+    fakes: Sequence[Any] = (),
+    swept: bool = False,
+    sizes: Mapping[sympy.Symbol, str] | None = None,
+    window: int | None = None,
+) -> Lowered:
+    """Turn a traced program into a runnable one.
+
+    Args:
+        module: graph whose last `accumulators` outputs are gradients and whose last `accumulators`
+            inputs are the buffers they are added to.
+        names: readable names of the inputs.
+        body: "eager" or "inductor".
+        fakes: the inputs that the program was traced with (for Inductor).
+        swept: the caller keeps memory for the widest product (eager kernels only).
+        sizes: names of the size symbols.
+        window: how many rows a row reads at most, where that is known.
+    """
+    graph = module.graph
+    _drop_assertions(graph)
+    if accumulators:
+        _accumulate(graph, accumulators)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    if body == "eager":  # Inductor fuses elementwise ops and plans its buffers itself
+        simplify(graph)
+        reorder(graph)
+        rematerialize(graph, typical(sizes or {}, window))
+        lifetimes = write_in_place(graph)
+        product = widest_product(graph, lifetimes) if swept else None
+        _copy_what_is_no_view(graph)
+    for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
+        node._rename(name)
+        node.target = node.name
+    graph.lint()
+    module.recompile()
+    if body != "eager":
+        return Lowered(_compiled_by_inductor(module, fakes), module, sizes or {})
+    run = module if product is None else into_workspace(module, product)
+    return Lowered(run.forward, module, sizes or {}, product)
+
+
+def _copy_what_is_no_view(graph: Graph) -> None:
+    """Views of what the program computes may copy.
+
+    NOTE [strides of fake tensors]: where a value lies in memory is known of inputs. Of what ops make, fake
+    tensors say it, and are wrong for some (the backward of a softmax over a dim that is not the last): the
+    view that the trace has recorded is then impossible. Nobody reads such a value by another name later.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if _storage(node).op != "placeholder":
+            node.target = aten.reshape.default
+
+
+def restrict(
+    module: GraphModule,
+    outputs: list[Any],
+    inputs: int,
+    writes: bool,
+    given: Sequence[Node] = (),
+    place: int = 0,
+) -> GraphModule:
+    """A copy of a program with some of its outputs and its first `inputs` inputs.
+
+    Args:
+        writes: keep what is written into buffers that are inputs (state rows); else only what is added.
+        given: values that become inputs, from position `place` on, instead of being computed.
+    """
+    unwanted = aten.add_.Tensor if writes else aten.copy_.default
+    live = _live(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted, frozenset(given))
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for position, node in enumerate(module.graph.nodes):
+        if position == place:
+            for k, value in enumerate(given):
+                copies[value] = graph.placeholder(f"saved_{k}")
+                copies[value].meta.update(value.meta)
+        if node not in copies and ((node.op == "placeholder" and position < inputs) or node in live):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[n] if isinstance(n, Node) else n for n in outputs])
+    return GraphModule(module, graph)
+
+
+def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]) -> set[Node]:
+    """Nodes that `wanted` are made of, with the changes in place that they or the caller can see.
+
+    What `given` are made of does not count.
+
+    A change of a value is seen by those who read the value, or a view of it, later; a change of an input is
+    seen by the caller, except that of the op `unwanted`.
+    """
+    live, read = set(wanted), {_storage(n) for n in wanted}
+    for node in reversed(graph.nodes):
+        if changes_something(node):
+            changed = {_storage(n) for n in written_operands(node)}
+            from_outside = any(n.op == "placeholder" for n in changed)
+            if from_outside and node.target is unwanted:
+                continue
+            if from_outside or not changed.isdisjoint(read):
+                live.add(node)
+        if node in live and node.op != "output" and node not in given:
+            live.update(node.all_input_nodes)
+            read.update(_storage(n) for n in node.all_input_nodes)
+    return live
+
+
+def _storage(node: Node) -> Node:
+    """The node that made the memory a value lies in, seen through views and changes in place."""
+    while (source := _lies_in(node)) is not None:
+        node = source
+    return node
+
+
+def _lies_in(node: Node) -> Node | None:
+    """The operand in whose memory a result lies (an element of a list: maybe); None for its own memory."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return node.args[0] if target is operator.getitem else None  # type: ignore[return-value]
+    if changes_something(node):
+        return next(iter(written_operands(node)), None)
+    first = node.args[0] if node.args else None
+    return first if target.is_view and isinstance(first, Node) else None
+
+
+def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
+    """One compilation for all chunks: the sizes are symbols of the fake inputs.
+
+    NOTE [without Dynamo]: the program is a graph already, so Inductor is called on it directly. What it
+    assumes about the sizes becomes guards of the same ShapeEnv, which `vjp` checks for each chunk.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        return compile_fx(module, list(fakes))  # type: ignore[return-value, arg-type]
+
+
+def _drop_assertions(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
+            graph.erase_node(node)  # it makes nothing: an assertion, which held when it was traced
+
+
+def _accumulate(graph: Graph, count: int) -> None:
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    values = list(output.args[0])
+    buffers = [n for n in graph.nodes if n.op == "placeholder"][-count:]
+    kept, gradients = values[:-count], values[-count:]
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if gradient is None:
+            continue
+        single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
+        if not (single and _as_product(graph, buffer, gradient)):
+            with graph.inserting_after(gradient):
+                graph.call_function(aten.add_.Tensor, (buffer, gradient))
+    output.args = (kept,)
+
+
+def _as_product(graph: Graph, buffer: Node, gradient: Node) -> bool:
+    """`buffer += a @ b` in one op, also where the gradient is a product seen through transposes."""
+    product, transposed = gradient, False
+    while product.target is aten.t.default and len(product.users) == 1:
+        product, transposed = product.args[0], not transposed
+    if product.target is not aten.mm.default or len(product.users) != 1:
+        return False
+    wide = buffer.meta["val"].dtype
+    cast = wide != product.meta["val"].dtype  # half precision, summed in float32
+    if cast and buffer.meta["val"].device.type != "cpu":
+        return False  # NOTE [products in float32]
+    with graph.inserting_before(product):
+        target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
+        factors = [_in_dtype(graph, n, wide) if cast else n for n in product.args]
+        graph.call_function(aten.addmm_.default, (target, *factors))
+    return True
+
+
+def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    """NOTE [products in float32]: a kernel adds a product to a buffer of the factors' own dtype only.
+
+    On a CPU the factors, which have the rows of one chunk, are cast: the product is not rounded, and there is
+    no temporary as large as the weight. On a GPU products in float32 are many times slower, so there it is a
+    product in half precision, and then a sum.
+    """
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    value = node.meta["val"]
+    with value.fake_mode:
+        cast.meta["val"] = value.to(dtype)
+    return cast

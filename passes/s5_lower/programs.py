@@ -1,0 +1,192 @@
+"""programs: the chunk programs of one distinct segment, each kind traced and lowered once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+
+from ..graph.facts import Facts, Kind, Mask, PassError, Segment, expression, operands, tensors_of
+from ..s2_prove.independent_samples import Samples, batch, batch_size
+from ..s4_trace.chunk_program import ChunkProgram
+from ..s4_trace.kept_attention import attention_outputs
+from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
+from ..s4_trace.vjp import Traced, outputs_of, traced_program, without_saved_tensors_hooks
+from ..step.build import Builder, Way
+from ..step.checker import check
+from ..step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
+from .lower import Lowered, lower, restrict
+
+
+class SegmentPrograms:
+    """The traced programs of one distinct segment, made when first needed.
+
+    Kinds: `forward` (rows and outputs of a chunk), `states` (only the state rows: the rebuild before a
+    backward), `joint` (recompute and VJP of a chunk), `loss` (values and VJP in one sweep) and, where reach
+    is FULL, `state_joint` (VJP of the state rows, once their gradient is complete).
+
+    NOTE [one trace, several programs]: tracing is what compiling costs. The joint program holds the forward
+    of the chunk, the writing of its state rows and the VJP, so the other kinds are the joint trace with fewer
+    outputs and without what is then dead.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        segment: Segment,
+        body: str = "eager",
+        save: str = "inputs",
+        accumulate: str = "float32",
+    ) -> None:
+        self.facts, self.segment, self.body = facts, segment, body
+        self.wide = accumulate == "float32"
+        self.keep = frozenset(attention_outputs(facts, segment) if save == "attention" else ())
+        self.traces: dict[tuple, list[Traced]] = {}
+        self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
+        self.symbols = sorted(_free_symbols(facts, segment), key=str)
+        self._procedures: dict[tuple[str, Way], Procedure] = {}
+        self.diff_rows = [n for n in segment.rows if n in facts.needs_grad]
+        self.diff_constants = [n for n in segment.constants if n in facts.needs_grad]
+        self.diff_outputs = [n for n in segment.outputs if n in facts.needs_grad]
+
+    @cached_property
+    def samples(self) -> Samples | str:
+        """Where the samples are in the segment, or why they are not known to be independent."""
+        size = batch_size(self.facts)
+        if size is None:
+            return "the batch size is a number"
+        return batch(self.facts, self.segment, size, list(self.states))
+
+    def get(self, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Lowered:
+        """The program of a kind for these sizes, traced if there is none yet.
+
+        Args:
+            args: inputs in slot order; only the numbers at their front are looked at.
+        """
+        source = self._source(kind, extent)
+        traced = self.traced(source, plain, extent, args)
+        if kind not in traced.lowered:
+            traced.lowered[kind] = self._lower(kind, source, traced)
+        return traced.lowered[kind]
+
+    def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Traced:
+        """The trace for these sizes, made if there is none yet.
+
+        Raises:
+            PassError: the segment cannot be traced.
+        """
+        others = args[len(SIZES) + 1 :][: len(self.symbols)]
+        special = tuple(v if v in SPECIAL else None for v in others)
+        found = self.traces.setdefault((source, plain, extent.pattern, special), [])
+        sizes = dict(zip((*SIZES, *map(str, self.symbols)), (*extent.sizes, *others), strict=True))
+        traced = next((t for t in found if t.accepts(sizes)), None)
+        if traced is None:
+            try:
+                with without_saved_tensors_hooks():
+                    traced = traced_program(self, source, plain, extent, args)
+            except PassError:
+                raise
+            except Exception as error:
+                raise PassError("vjp", error) from error
+            found.append(traced)
+        return traced
+
+    def _source(self, kind: str, extent: Extent) -> str:
+        """The trace that a kind is made of. See NOTE [one trace, several programs]."""
+        if kind == "loss":
+            return "joint"
+        shared = self.diff_outputs and not extent.full
+        return "joint" if shared and kind in ("forward", "states") else kind
+
+    def reads_kept(self, kind: str) -> bool:
+        """True if a program takes what was kept of attention (state rows need it only if chained)."""
+        return bool(self.keep) and (kind == "joint" or (kind == "states" and self.segment.chained))
+
+    def _lower(self, kind: str, source: str, traced: Traced) -> Lowered:
+        slots, outputs = self.slots(kind), outputs_of(traced.module)
+        sums = sum(b.kind is BufferKind.SUM for b in slots.tensors)
+        names = input_names(slots)
+        fakes, module = traced.fakes[: len(names)], traced.module
+        if source == "joint":
+            first = traced.values + traced.kept
+            kinds = {"forward": outputs[:first], "states": [], "joint": outputs[first:], "loss": outputs}
+            given = outputs[traced.values : first] if self.reads_kept(kind) else []
+            place = len(names) - sums
+            names[place:place] = [f"saved_{k}" for k in range(len(given))]
+            fakes[place:place] = [n.meta["val"] for n in given]
+            writes = kind in ("forward", "states")
+            module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
+        try:
+            sizes = traced.guards.names
+            window = None if self.segment.window is None else int(self.segment.window)
+            return lower(module, sums, names, self.body, fakes, kind == "loss", sizes, window)
+        except Exception as error:
+            raise PassError("lower", error) from error
+
+    def procedure(self, name: str, way: Way) -> Procedure:
+        """The instructions of a part of the segment's step, checked: they are made once for each way.
+
+        Args:
+            name: "forward", "backward", "loss" or "scaling".
+
+        Raises:
+            UnsoundProcedure: what was made is wrong.
+        """
+        key = name, way
+        if key not in self._procedures:
+            made = getattr(Builder(self, way), name)()
+            check(made)
+            self._procedures[key] = made
+        return self._procedures[key]
+
+    def buffers(self, kind: BufferKind) -> list[Buffer]:
+        """What goes into programs, of one kind."""
+        segment, states = self.segment, self.states.values()
+        if kind in BY_COLUMNS:
+            wide = self.wide and kind is BufferKind.STATE_GRADIENT
+            return [Buffer(kind, s.node, s.dim, wide) for s in states]
+        if kind is BufferKind.SUM:
+            return [Buffer(kind, n, wide=self.wide) for n in self.diff_constants]
+        if kind is BufferKind.KEPT:
+            return [Buffer(kind)]
+        nodes = {
+            BufferKind.ROWS: segment.rows,
+            BufferKind.CONSTANT: segment.constants,
+            BufferKind.WHOLE: segment.whole,
+            BufferKind.COTANGENT: self.diff_outputs,
+        }
+        return [Buffer(kind, n) for n in nodes[kind]]
+
+    def slots(self, kind: str, kept: bool = False) -> Slots:
+        """What goes into a program of a kind, and in which order.
+
+        Args:
+            kept: what the chunk's forward has kept goes in as well.
+        """
+        backward, reads = kind in ("joint", "loss", "state_joint"), kind in ("joint", "loss")
+        goes_in = {
+            BufferKind.ROWS: True,
+            BufferKind.CONSTANT: True,
+            BufferKind.WHOLE: True,
+            BufferKind.STATE: True,
+            BufferKind.STATE_GRADIENT: backward,
+            BufferKind.COTANGENT: reads,
+            BufferKind.KEPT: kept,
+            BufferKind.SUM: backward,
+        }
+        found = [buffer for k, wanted in goes_in.items() if wanted for buffer in self.buffers(k)]
+        return Slots(self.symbols, found, self.segment.removed)
+
+
+def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
+    """Size symbols of a segment other than the sequence length."""
+    nodes = (*segment.nodes, *segment.rows, *segment.constants, *segment.whole)
+    sizes = [size for n in nodes for value in tensors_of(n) for size in value.shape]
+    sizes += [o.meta["val"] for n in segment.nodes for o in operands(n) if facts.kinds[o] is Kind.SIZE]
+    return {s for size in sizes for s in _symbols(size)} - {facts.sequence}
+
+
+def _symbols(size: Any) -> set[sympy.Symbol]:
+    return expression(size).free_symbols if isinstance(size, torch.SymInt) else set()

@@ -1,0 +1,217 @@
+"""rematerialize: elementwise values that would be alive at a program's peak are made again after it.
+
+A norm's result is read by the products behind it and, when the gradient comes back, by the gradients of their
+weights. Between the two a chunk's body holds the most, and to make it again from what is held anyway is one
+pass over memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ..cost.program import changes_in_place, storage_of, tensor_bytes
+from ..graph.facts import tensors_of
+from ..graph.purity import is_impure, is_random
+from .rewriting import evaluate
+from .write_in_place import in_place_form
+
+# The chunk for which the peak is looked for: the last of four.
+ROWS, PREFIX = 2048, 6144
+# At most so many values of a program are made again; fewer if it has very many ops.
+LIMIT, OPS = 100, 50_000
+
+
+def typical(names: Mapping[sympy.Symbol, str], window: int | None) -> dict[sympy.Symbol, int]:
+    """Sizes of a chunk for which the peak of a program is looked for.
+
+    Args:
+        names: of the program's size symbols: "rows", "prefix", "low", "total", or another: that is 1.
+        window: how many rows a row reads at most, or None.
+    """
+    prefix = PREFIX if window is None else min(PREFIX, window - 1)
+    known = {"rows": ROWS, "prefix": prefix, "low": PREFIX - prefix, "total": ROWS + PREFIX}
+    return {symbol: known.get(name, 1) for symbol, name in names.items()}
+
+
+def rematerialize(graph: Graph, sizes: Mapping[sympy.Symbol, int]) -> None:
+    """Make elementwise values again where that lowers the peak of a program, in place.
+
+    NOTE [made again]: the op runs a second time on the same operands, so the bits are the same. It must be
+    elementwise and not random, its operands must be held anyway where it runs again (or be made again there
+    themselves), and no op may change them. Values that somebody reads at the peak stay.
+
+    Args:
+        graph: of a traced program, in the order in which it will run.
+        sizes: for which the peak is looked for; a symbol that is not there is taken to be 1.
+    """
+    program = _Program(graph, sizes)
+    peaks, steps = [program.peak], []
+    for _ in range(min(LIMIT, OPS // len(program.nodes))):
+        step = program.lower_peak()
+        if step is None:
+            break
+        program = _Program(graph, sizes, program.bytes)
+        peaks.append(program.peak)
+        steps.append(step)
+    for step in reversed(steps[peaks.index(min(peaks)) :]):  # these lowered nothing any more
+        step.undo()
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+
+
+@dataclass
+class _Step:
+    """A value that was made again: whose operands changed, from what to what, and what was added."""
+
+    moved: list[tuple[Node, Node, Node]] = field(default_factory=list)
+    added: list[Node] = field(default_factory=list)
+
+    def undo(self) -> None:
+        for reader, old, new in reversed(self.moved):
+            reader.replace_input_with(new, old)
+        for node in reversed(self.added):
+            node.graph.erase_node(node)
+
+
+@dataclass
+class _Program:
+    """Where each storage of a program is made and read, and what is alive when.
+
+    Attributes:
+        bytes: of each storage that is made inside, at the given sizes.
+        peak, at: the most bytes that are alive at once, and the position of the op where they are.
+        views: nodes whose memory another node made.
+    """
+
+    graph: Graph
+    sizes: Mapping[sympy.Symbol, int]
+    bytes: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.graph.nodes)
+        self.position = {n: k for k, n in enumerate(self.nodes)}
+        self.storage: dict[Node, tuple[int, ...]] = {}
+        self.made: dict[int, int] = {}
+        self.readers: dict[int, list[int]] = {}
+        self.changed: set[int] = set()
+        self.views: set[Node] = set()
+        for k, node in enumerate(self.nodes):
+            self._place(k, node)
+        self._read()
+        self.peak, self.at = self._most()
+
+    def _read(self) -> None:
+        """Who reads what; what nobody reads any more is there for `undo`, and reads nothing."""
+        idle: set[Node] = set()
+        for node in reversed(self.nodes):
+            if idle.issuperset(node.users) and (node in self.views or _is_elementwise(node)):
+                idle.add(node)
+                continue
+            for key in {key for n in node.all_input_nodes for key in self.storage[n]}:
+                self.readers[key].append(self.position[node])
+
+    def _place(self, position: int, node: Node) -> None:
+        if changes_in_place(node):
+            self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
+            self.changed.update(self.storage[node])
+            return
+        values = tensors_of(node)
+        self.storage[node] = tuple(storage_of(v) for v in values)
+        if any(k in self.made for k in self.storage[node]):
+            self.views.add(node)
+        for key, value in zip(self.storage[node], values, strict=True):
+            if key not in self.made:
+                self.made[key], self.readers[key] = position, []
+                if node.op != "call_function":
+                    self.bytes[key] = 0
+                elif key not in self.bytes:
+                    size = sympy.sympify(tensor_bytes(value))
+                    self.bytes[key] = int(size.subs({s: self.sizes.get(s, 1) for s in size.free_symbols}))
+
+    def last(self, key: int) -> int:
+        """Position of the last op that reads a storage, or that makes it."""
+        return max(self.readers[key], default=self.made[key])
+
+    def _most(self) -> tuple[int, int]:
+        change = [0] * (len(self.nodes) + 1)
+        for key, size in self.bytes.items():
+            if key in self.made:
+                change[self.made[key]] += size
+                change[self.last(key) + 1] -= size
+        live = itertools.accumulate(change[:-1])
+        return max((total - self._written_over(k), k) for k, total in enumerate(live))
+
+    def _written_over(self, position: int) -> int:
+        """Bytes of an operand in whose place an op will write its result, see `write_in_place`."""
+        node = self.nodes[position]
+        if in_place_form(node) is None or len(self.storage[node]) != 1:
+            return 0
+        size = self.bytes[self.storage[node][0]]
+        dying = (k for n in node.all_input_nodes for k in self.storage[n] if self.last(k) == position)
+        return size if any(self.bytes[k] == size for k in dying) else 0
+
+    # ---- what is made again
+
+    def lower_peak(self) -> _Step | None:
+        """Make one value again that is alive at the peak and not read there; None if there is none."""
+        found = [n for n in self.nodes[: self.at] if self._may_go(n)]
+        for node in sorted(found, key=lambda n: (-self.bytes[self.storage[n][0]], -self.position[n])):
+            readers = self._later_readers(node)
+            place = min(readers, key=self.position.__getitem__)
+            if self._operands_are_there(node, self.position[place]):
+                return self._again(node, readers, place)
+        return None
+
+    def _may_go(self, node: Node) -> bool:
+        if not _is_elementwise(node) or len(self.storage[node]) != 1:
+            return False
+        key = self.storage[node][0]
+        if key in self.changed or self.position[node] != self.made[key] or not self.bytes[key]:
+            return False
+        reads = self.readers[key]
+        returned = len(self.nodes) - 1 in reads
+        return not returned and self.at not in reads and any(k > self.at for k in reads)
+
+    def _operands_are_there(self, node: Node, place: int) -> bool:
+        keys = {k for n in node.all_input_nodes for k in self.storage[n]}
+        return not keys & self.changed and all(
+            self.nodes[self.made[k]].op != "call_function" or self.last(k) >= place for k in keys
+        )
+
+    def _later_readers(self, node: Node) -> list[Node]:
+        """Ops after the peak that read a value or a view of it; views are not among them."""
+        key = self.storage[node][0]
+        reads = (self.nodes[k] for k in sorted(self.readers[key]) if k > self.at)
+        return [n for n in reads if key not in self.storage[n]]
+
+    def _again(self, node: Node, readers: Iterable[Node], place: Node) -> _Step:
+        step, again = _Step(), {}  # type: tuple[_Step, dict[Node, Node]]
+        views = {n for n, keys in self.storage.items() if keys == self.storage[node]}
+
+        def copy(own: Node) -> Node:
+            if own not in again:
+                if own is not node:
+                    copy(own.args[0])  # type: ignore[arg-type]
+                with self.graph.inserting_before(place):
+                    again[own] = self.graph.node_copy(own, lambda n: again.get(n, n))
+                evaluate(again[own])
+                step.added.append(again[own])
+            return again[own]
+
+        for reader in readers:
+            for operand in [n for n in reader.all_input_nodes if n in views]:
+                reader.replace_input_with(operand, copy(operand))
+                step.moved.append((reader, operand, copy(operand)))
+        return step
+
+
+def _is_elementwise(node: Node) -> bool:
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.pointwise not in op.tags:
+        return False
+    return len(tensors_of(node)) == 1 and not op._schema.is_mutable and not op.is_view and not is_random(node)

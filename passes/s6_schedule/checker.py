@@ -1,0 +1,331 @@
+"""checker: proves of a step program, without running it, that it holds what it reads and loses nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..graph.facts import shape_of
+from ..step.instructions import Buffer, BufferKind
+from .program import (
+    Add,
+    Again,
+    Call,
+    CallLoss,
+    Defer,
+    Differentiate,
+    Drop,
+    Fetch,
+    Group,
+    HandOver,
+    Layers,
+    Leave,
+    Linearize,
+    Return,
+    RunPart,
+    Seed,
+    StepInstruction,
+    StepProgram,
+    Value,
+    ValueKind,
+    Zeros,
+)
+from .text import step_line
+
+
+class UnsoundStep(Exception):
+    """A step reads what is not there, or leaves undone what it promises.
+
+    Attributes:
+        instruction: the one at which that is seen; None: the end.
+    """
+
+    def __init__(self, instruction: StepInstruction | None, words: str) -> None:
+        place = "at the end" if instruction is None else f"at `{step_line(instruction)}`"
+        super().__init__(f"step program, {place}: {words}")
+        self.instruction = instruction
+
+
+class _Fault(Exception):
+    """What is wrong, before it is known where."""
+
+
+def check_step(program: StepProgram, dropped: bool = True) -> None:
+    """Prove that a step program is sound.
+
+    What is read is held, on the device, and was not written over; nothing is made twice; a gradient is read
+    when all its parts are added, and only then; what is promised is returned and handed over, once; nothing
+    else is left at the end.
+
+    Args:
+        dropped: values are dropped when nobody reads them any more; without that something may be left.
+
+    Raises:
+        UnsoundStep: it is not.
+    """
+    state = _State(program, dropped)
+    for part in (program.prologue, program.forward, program.backward):
+        for instruction in part:
+            _follow(state, instruction)
+    try:
+        state.end()
+    except _Fault as fault:
+        raise UnsoundStep(None, str(fault)) from None
+
+
+def _follow(state: _State, instruction: StepInstruction) -> None:
+    try:
+        RULES[type(instruction)](state, instruction)
+    except _Fault as fault:
+        raise UnsoundStep(instruction, str(fault)) from None
+
+
+class _State:
+    """What is known between two instructions.
+
+    Attributes:
+        held: values that are held, on the device or elsewhere.
+        away: those that have left the device.
+        spoiled: those whose memory something else has taken.
+        to_add: parts that are still to be added, of each gradient.
+        returned, handed_over: what was.
+    """
+
+    def __init__(self, program: StepProgram, dropped: bool) -> None:
+        self.program, self.dropped = program, dropped
+        self.held = set(program.given)
+        self.away: set[Value] = set()
+        self.spoiled: set[Value] = set()
+        adds = (i for i in program.instructions() if isinstance(i, Add))
+        self.to_add = Counter(v for i in adds for v in i.results)
+        self.returned: set[Value] = set()
+        self.handed_over: set[Value] = set()
+
+    def read(self, value: Value) -> None:
+        if value not in self.held:
+            raise _Fault(f"{value.name} is not held")
+        if value in self.away:
+            raise _Fault(f"{value.name} has left the device")
+        if value in self.spoiled:
+            raise _Fault(f"{value.name} was written over")
+
+    def complete(self, value: Value) -> None:
+        """A gradient is read when nothing will be added to it."""
+        if value.kind is ValueKind.GRADIENT and self.to_add[value]:
+            raise _Fault(f"not all parts of {value.name} are added yet")
+
+    def make(self, value: Value) -> None:
+        if value in self.held:
+            raise _Fault(f"{value.name} is made twice")
+        self.held.add(value)
+
+    def let_go(self, value: Value) -> None:
+        if value not in self.held:
+            raise _Fault(f"{value.name} is not held")
+        self.held.remove(value)
+        self.away.discard(value)
+        self.spoiled.discard(value)
+
+    def end(self) -> None:
+        missing = [v.name for v in self.program.returned if v not in self.returned]
+        if missing:
+            raise _Fault(f"{missing[0]} is not returned")
+        missing = [v.name for v in self.program.gradients if v not in self.handed_over]
+        if missing and self.program.backward:
+            raise _Fault(f"{missing[0]} is not handed over")
+        left = self.held - {*self.program.given, *self.program.returned}
+        if left and self.dropped:
+            raise _Fault(f"{min(v.name for v in left)} is left")
+
+
+def _run(state: _State, instruction: StepInstruction) -> None:
+    """Reads inputs, makes results."""
+    for value in instruction.inputs:
+        state.read(value)
+        state.complete(value)
+    for value in instruction.consumed:
+        state.let_go(value)
+    for value in instruction.results:
+        state.make(value)
+
+
+def _run_part(state: _State, instruction: RunPart) -> None:
+    if tuple(v.node for v in instruction.results) != tuple(instruction.part.outputs):
+        raise _Fault("its results are not those of the part")
+    _run(state, instruction)
+
+
+def _differentiate(state: _State, instruction: Differentiate) -> None:
+    given = {v.node for v in instruction.inputs if v.kind is ValueKind.GRADIENT}
+    if not given or not given <= set(instruction.part.outputs):
+        raise _Fault("no gradient of its outputs is read")
+    wanted = {v.node for v in instruction.results}
+    if not wanted <= set(instruction.part.inputs):
+        raise _Fault("a result is no gradient of what it reads")
+    _run(state, instruction)
+
+
+def _call(state: _State, instruction: Call) -> None:
+    procedure = instruction.procedure
+    more = len(instruction.inputs) - len(procedure.parameters)
+    scaling = instruction.procedure_name == "scaling"
+    if more < 0 or (more and not scaling and not isinstance(instruction, CallLoss)):
+        raise _Fault(f"the procedure takes {len(procedure.parameters)} values, not {len(instruction.inputs)}")
+    for buffer, value in zip(procedure.parameters, instruction.inputs, strict=False):
+        _fits(buffer, value, scaling)
+    if not isinstance(instruction, CallLoss):
+        if len(procedure.results) != len(instruction.results):
+            raise _Fault(
+                f"the procedure has {len(procedure.results)} results, not {len(instruction.results)}"
+            )
+        for buffer, value in zip(procedure.results, instruction.results, strict=True):
+            _fits(buffer, value, False)
+    taken = instruction.way.overwrites
+    _run(state, instruction)
+    pairs = zip(procedure.parameters, instruction.inputs, strict=False)
+    state.spoiled |= {v for b, v in pairs if b in taken and v in state.held}
+
+
+#: What a value may be that stands for a buffer.
+KINDS = {
+    BufferKind.ROWS: {ValueKind.CAPTURED},
+    BufferKind.CONSTANT: {ValueKind.CAPTURED},
+    BufferKind.WHOLE: {ValueKind.CAPTURED},
+    BufferKind.OUTPUT: {ValueKind.CAPTURED},
+    BufferKind.COTANGENT: {ValueKind.GRADIENT, ValueKind.COEFFICIENTS},
+    BufferKind.KEPT: {ValueKind.KEPT},
+    BufferKind.SUM: {ValueKind.GRADIENT},
+    BufferKind.GRADIENT: {ValueKind.GRADIENT},
+}
+
+
+def _fits(buffer: Buffer, value: Value, unscaled: bool) -> None:
+    """A value is of the kind and shape that the procedure takes it to be."""
+    kinds = {ValueKind.UNSCALED} if unscaled else KINDS[buffer.kind]
+    alike = (buffer.node is None) == (value.node is None)
+    if buffer.node is not None and value.node is not None:
+        alike = shape_of(buffer.node) == shape_of(value.node)
+    if value.kind not in kinds or not alike:
+        raise _Fault(f"{value.name} stands where the procedure has {buffer.name}")
+
+
+def _linearize(state: _State, instruction: Linearize) -> None:
+    _run(state, instruction)
+
+
+def _group(state: _State, instruction: Group) -> None:
+    before = set(state.held)
+    for inner in instruction.body:
+        _follow(state, inner)
+    made = state.held - before
+    left = made - set(instruction.results)
+    if left and not state.dropped:
+        state.held -= left
+    elif left:
+        raise _Fault(f"{min(v.name for v in left)} is left of what it makes")
+    if not made.issuperset(instruction.results):
+        raise _Fault("it does not make its results")
+    if not set(instruction.inputs) <= before:
+        raise _Fault("it does not hold its inputs")
+
+
+def _again(state: _State, instruction: Again) -> None:
+    if not state.dropped:
+        state.held -= set(instruction.results)
+    for inner in instruction.body:
+        _follow(state, inner)
+
+
+def _layers(state: _State, instruction: Layers) -> None:
+    for body in instruction.rounds:
+        for inner in body:
+            _follow(state, inner)
+
+
+def _leave(state: _State, instruction: Leave) -> None:
+    for value in instruction.inputs:
+        state.read(value)
+        if value in state.program.given or value in state.program.returned:
+            raise _Fault(f"{value.name} belongs to the caller")
+        state.away.add(value)
+
+
+def _fetch(state: _State, instruction: Fetch) -> None:
+    for value in instruction.inputs:
+        if value not in state.held or value not in state.away:
+            raise _Fault(f"{value.name} has not left")
+        state.away.remove(value)
+
+
+def _drop(state: _State, instruction: Drop) -> None:
+    for value in instruction.inputs:
+        if value in state.program.given or value in state.program.returned:
+            raise _Fault(f"{value.name} belongs to the caller")
+        if value.kind is ValueKind.UNSCALED:
+            raise _Fault(f"{value.name} is dropped before it is scaled")
+        state.complete(value)
+        state.let_go(value)
+
+
+def _return(state: _State, instruction: Return) -> None:
+    for value in instruction.inputs:
+        state.read(value)
+        if value in state.returned:
+            raise _Fault(f"{value.name} is returned twice")
+        state.returned.add(value)
+
+
+def _seed(state: _State, instruction: Seed) -> None:
+    for value in instruction.results:
+        if not any(v.node is value.node for v in state.returned):
+            raise _Fault(f"{value.name}: the caller was not given what it is the gradient of")
+        state.make(value)
+
+
+def _add(state: _State, instruction: Add) -> None:
+    part, (whole,) = instruction.inputs[-1], instruction.results
+    state.read(part)
+    if part.node is not whole.node:
+        raise _Fault(f"{part.name} is no part of {whole.name}")
+    if len(instruction.inputs) > 1:
+        state.read(instruction.inputs[0])
+        if instruction.inputs[0] != whole:
+            raise _Fault(f"the sum is {whole.name}, and {instruction.inputs[0].name} is added to")
+    else:
+        state.make(whole)
+    state.let_go(part)
+    state.to_add[whole] -= 1
+
+
+def _hand_over(state: _State, instruction: HandOver) -> None:
+    for value in instruction.inputs:
+        state.read(value)
+        state.complete(value)
+        if value not in state.program.gradients:
+            raise _Fault(f"{value.name} is not what the caller is promised")
+        if value in state.handed_over:
+            raise _Fault(f"{value.name} is handed over twice")
+        state.handed_over.add(value)
+        state.let_go(value)
+
+
+RULES: Mapping[type, Callable[[_State, Any], None]] = {
+    RunPart: _run_part,
+    Differentiate: _differentiate,
+    Linearize: _linearize,
+    Call: _call,
+    CallLoss: _call,
+    Group: _group,
+    Again: _again,
+    Layers: _layers,
+    Leave: _leave,
+    Fetch: _fetch,
+    Drop: _drop,
+    Defer: _run,
+    Return: _return,
+    Seed: _seed,
+    Zeros: _run,
+    Add: _add,
+    HandOver: _hand_over,
+}

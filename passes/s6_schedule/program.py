@@ -1,0 +1,367 @@
+"""The training step of a graph as data: which segment runs when, on what, and how long its values are held.
+
+A step program is made by `schedule` and changed by the functions of `transforms`. Its instructions name what
+they read and make. A value is held from the instruction that makes it to the one that drops it; what is given
+by the caller, and what is handed to the caller, is held by the caller.
+
+The backward is written out, in the order in which autograd runs it: each instruction of the forward that is
+differentiated is a node of autograd's graph, and its counterpart in the backward is what that node does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import sympy
+from torch.fx import Node
+
+from ..graph.subgraph import Subgraph
+from ..step.build import Way
+from ..step.instructions import Buffer, BufferKind, Procedure
+
+if TYPE_CHECKING:
+    from ..s5_lower.programs import SegmentPrograms
+
+#: Where something lies that is kept for the backward.
+DEVICE = "device"
+#: Rows of a chunk, of a layer and of a loss head.
+CHUNK, LOSS_CHUNK = (sympy.Symbol(n, integer=True, positive=True) for n in ("chunk", "loss_chunk"))
+
+
+class ValueKind(Enum):
+    """What a value of the step is; the value begins its name."""
+
+    CAPTURED = ""  # a value of the captured graph
+    KEPT = "kept"  # what the chunks of a segment keep for the backward, besides its inputs
+    COEFFICIENTS = "coefficients"  # the derivative of a linear loss in the rows of its head
+    UNSCALED = "unit_grad"  # a gradient for a unit gradient of the loss
+    GRADIENT = "grad"
+    LAZY = "lazy"  # an output that is computed when somebody reads it
+
+
+@dataclass(frozen=True)
+class Value:
+    """Something that is held between the instructions of a step.
+
+    Attributes:
+        node: the captured value that it is, or whose gradient it is; None for what is kept.
+        segment: by whom it is kept; of a gradient to which several add, the one whose part it is, -1 for the
+            epilogue and -2 for the caller. None: a captured value, or the whole gradient.
+    """
+
+    kind: ValueKind
+    node: Node | None = None
+    segment: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Readable, and another one for each value of a step."""
+        parts = [self.kind.value, "" if self.node is None else self.node.name]
+        if self.segment is not None:
+            by = {-1: "of_epilogue", -2: "of_caller"}.get(self.segment, str(self.segment))
+            parts.append(by if self.node is None or self.kind is ValueKind.UNSCALED else f"part_{by}")
+        return "_".join(p for p in parts if p)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInstruction:
+    """What all instructions of a step have.
+
+    Attributes:
+        inputs: what is read; sizes, which are numbers, are not among it.
+        results: what is made.
+    """
+
+    inputs: tuple[Value, ...] = ()
+    results: tuple[Value, ...] = ()
+
+    @property
+    def consumed(self) -> tuple[Value, ...]:
+        """Inputs that are nothing of their own afterwards."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPart(StepInstruction):
+    """A part of the graph in ordinary PyTorch, all rows at once.
+
+    Attributes:
+        part: the subgraph; its outputs are the results.
+        name: "whole values" (no gradient), "segment" or "epilogue".
+        segment: index of the segment that runs whole.
+        place: where what its backward reads lies meanwhile.
+    """
+
+    part: Subgraph
+    name: str
+    segment: int | None = None
+    place: str = DEVICE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differentiate(StepInstruction):
+    """A part that ran in ordinary PyTorch is run again with a graph and differentiated.
+
+    Inputs are gradients of its outputs, then what it reads; results are gradients of what it reads.
+    """
+
+    part: Subgraph
+    name: str
+    segment: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linearize(StepInstruction):
+    """The derivative of the loss in the rows of its head: the same wherever it is taken, so at zero."""
+
+    part: Subgraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(StepInstruction):
+    """A procedure of a segment.
+
+    Attributes:
+        programs: of the segment; identical segments share them.
+        segment: its index.
+        procedure_name, way: which procedure; inputs and results are those of the procedure, in order.
+        place: where what its backward reads lies meanwhile.
+    """
+
+    programs: SegmentPrograms
+    segment: int
+    procedure_name: str
+    way: Way
+    place: str = DEVICE
+
+    @property
+    def procedure(self) -> Procedure:
+        """The instructions that are run."""
+        return self.programs.procedure(self.procedure_name, self.way)
+
+    @property
+    def chunks(self) -> sympy.Expr:
+        """How many chunks there are, in the sequence length and the rows of a chunk."""
+        segment, sequence = self.programs.segment, self.programs.facts.sequence
+        assert sequence is not None
+        return sympy.ceiling((sequence - segment.removed) / (CHUNK if segment.mixings else LOSS_CHUNK))
+
+    def bindings(self) -> dict[Buffer, Value]:
+        """The values that the buffers of the procedure stand for, as far as they outlive it."""
+        found = dict(zip(self.procedure.parameters, self.inputs, strict=False))
+        return {**found, **dict(zip(self.procedure.results, self.results, strict=False))}
+
+    @property
+    def consumed(self) -> tuple[Value, ...]:
+        """Unscaled gradients are scaled in place."""
+        return tuple(v for v in self.inputs if v.kind is ValueKind.UNSCALED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLoss(Call):
+    """A loss head and the epilogue together: values, and gradients for a unit gradient of the loss.
+
+    Inputs are those of the procedure "loss", then what else the epilogue reads; results are those of the
+    epilogue, then the unscaled gradients. The rows of the head are made and read within.
+
+    Attributes:
+        part: the epilogue.
+        position: of the loss among its outputs.
+    """
+
+    part: Subgraph
+    position: int
+
+    def bindings(self) -> dict[Buffer, Value]:
+        """As of any call; the rows of the head are read by the epilogue and do not outlive it."""
+        found = dict(zip(self.procedure.parameters, self.inputs, strict=False))
+        made = [b for b in self.procedure.results if b.kind is not BufferKind.OUTPUT]
+        unscaled = [v for v in self.results if v.kind is ValueKind.UNSCALED]
+        return {**found, **dict(zip(made, unscaled, strict=True))}
+
+    @property
+    def consumed(self) -> tuple[Value, ...]:
+        """Nothing: what is written over is a value that nobody else reads, and is dropped."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(StepInstruction):
+    """Of these instructions only the inputs of the first are kept: `again` runs before their backward.
+
+    Attributes:
+        body: calls and parts, one a segment.
+        again: those whose results the backward of the group reads.
+        place: where the inputs lie meanwhile.
+    """
+
+    body: tuple[StepInstruction, ...]
+    again: tuple[StepInstruction, ...]
+    place: str = DEVICE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(StepInstruction):
+    """In the backward: what a group has not kept is made again.
+
+    Attributes:
+        segment: the last of the group, whose backward waits for it.
+    """
+
+    body: tuple[StepInstruction, ...]
+    segment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(StepInstruction):
+    """Waits until the inputs have left the device, and lets them go there."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch(StepInstruction):
+    """Begins to bring the inputs back to the device; whoever reads them waits for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop(StepInstruction):
+    """The inputs are let go: nobody reads them any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defer(StepInstruction):
+    """The result, an output, is computed from the inputs when somebody reads it.
+
+    It holds them as long as the caller holds it; nothing else of the step does.
+
+    Attributes:
+        part: how.
+        position: among the results of the graph.
+    """
+
+    part: Subgraph
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Return(StepInstruction):
+    """The inputs go to the caller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed(StepInstruction):
+    """The results, gradients of what was returned, come from the caller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zeros(StepInstruction):
+    """The gradient of an output to which none comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(StepInstruction):
+    """The last input, a part of a gradient, is added to what there is of it: to the first input, if any."""
+
+    @property
+    def consumed(self) -> tuple[Value, ...]:
+        """The part."""
+        return self.inputs[-1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOver(StepInstruction):
+    """Finished gradients of what the caller has given, parameters above all, go to the caller."""
+
+    @property
+    def consumed(self) -> tuple[Value, ...]:
+        """They are the caller's."""
+        return self.inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(StepInstruction):
+    """A loop over identical layers.
+
+    Attributes:
+        rounds: the body as each layer runs it: the same instructions on its own values.
+    """
+
+    rounds: tuple[tuple[StepInstruction, ...], ...]
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A training step, or a forward without gradients.
+
+    Attributes:
+        given: values that the caller has: inputs, parameters, constants.
+        returned: those that the caller is given.
+        gradients: those that the caller is given.
+        prologue: what is made of whole values, before the segments.
+        forward: up to the results.
+        backward: from the gradients of the results to those of the parameters; empty without gradients.
+    """
+
+    given: tuple[Value, ...]
+    returned: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+    prologue: tuple[StepInstruction, ...]
+    forward: tuple[StepInstruction, ...]
+    backward: tuple[StepInstruction, ...]
+    _backward_of: dict[int, Call] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def instructions(self) -> Iterator[StepInstruction]:
+        """All that are run, in order; loops and groups are taken apart."""
+        for part in (self.prologue, self.forward, self.backward):
+            yield from flat(part)
+
+    def calls(self) -> list[Call]:
+        """Procedures of segments that are run."""
+        return [i for i in self.instructions() if isinstance(i, Call)]
+
+    def backward_of(self, segment: int) -> Call | None:
+        """What the backward of a segment runs; None if no gradient comes to it, or it runs whole."""
+        if not self._backward_of:
+            self._backward_of.update({i.segment: i for i in _without_again(self.backward)})
+        return self._backward_of.get(segment)
+
+    def with_parts(
+        self, forward: Iterable[StepInstruction], backward: Iterable[StepInstruction]
+    ) -> StepProgram:
+        """The same step with another forward and backward."""
+        return replace(self, forward=tuple(forward), backward=tuple(backward))
+
+
+def unrolled(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
+    """Instructions one by one, with loops over layers taken apart, and groups as they are."""
+    for instruction in body:
+        yield from (
+            unrolled(i for own in instruction.rounds for i in own)
+            if isinstance(instruction, Layers)
+            else (instruction,)
+        )
+
+
+def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
+    """Instructions one by one, those within loops and groups in their place."""
+    for instruction in body:
+        if isinstance(instruction, Layers):
+            for own in instruction.rounds:
+                yield from flat(own)
+        elif isinstance(instruction, Group | Again):
+            yield from flat(instruction.body)
+        else:
+            yield instruction
+
+
+def _without_again(body: Iterable[StepInstruction]) -> Iterator[Call]:
+    for instruction in body:
+        if isinstance(instruction, Layers):
+            for own in instruction.rounds:
+                yield from _without_again(own)
+        elif isinstance(instruction, Call):
+            yield instruction

@@ -1,0 +1,160 @@
+"""What a step is made of: the programs of its segments, and the parts that run in ordinary PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..graph.facts import Facts, Kind, Mask, Reach, Segment, shape_of, tensors_of
+from ..graph.purity import is_random
+from ..graph.subgraph import Subgraph
+from ..s2_prove.footprints import mask_facts
+from ..s2_prove.linear_loss import is_linear
+from ..s3_cut.policy import Policy
+from ..s5_lower.programs import SegmentPrograms
+
+# By signature of the segment, body, what is saved, and the dtype of sums.
+Programs = dict[tuple[str, str, str, str], SegmentPrograms]
+
+
+@dataclass(frozen=True)
+class Making:
+    """How the parts are made.
+
+    Attributes:
+        body: what chunk programs run on: "eager" kernels or Inductor's.
+        policy: what is kept for the backward.
+        accumulate: dtype of sums over chunks, where the value is in half precision.
+        lazy: outputs in `facts.lazy` are computed when they are read.
+    """
+
+    body: str
+    policy: Policy
+    accumulate: str
+    lazy: bool
+
+
+class StepParts:
+    """The parts of a graph's step.
+
+    Args:
+        facts: facts of the graph after the segment pass.
+        making: how they are made.
+        shared: programs of the same graph, to be used again where they are the same.
+
+    Attributes:
+        segments: for each segment its chunk programs, or the subgraph that runs it whole.
+        masks: those that are asked in each step, see `masks_to_test`.
+        epilogue: what is made of the segments' outputs.
+        lazy: by position among the graph's results how a lazy output is made.
+        whole: what is computed once, before the segments.
+        one_sweep: position of the loss among the epilogue's outputs, if loss and gradient take one sweep.
+    """
+
+    def __init__(self, facts: Facts, making: Making, shared: Programs) -> None:
+        self.facts, self.policy = facts, making.policy
+        self.segments = _programs_of(facts, making, shared)
+        self.masks = masks_to_test(facts)
+        streamed = {n for s in facts.segments for n in s.outputs}
+        wanted = [n for n in facts.results if isinstance(n, Node) and n not in streamed and tensors_of(n)]
+        known = streamed | {n for n, k in facts.kinds.items() if k is Kind.WHOLE}
+        self.epilogue = Subgraph(facts, list(dict.fromkeys(wanted)), known)
+        self.lazy = _lazy_parts(facts, known) if making.lazy else {}
+        read = {n for part in (self.epilogue, *self.lazy.values()) for n in part.inputs}
+        self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
+        self.one_sweep = one_sweep(facts, self.segments, self.epilogue)
+        self.random = any(is_random(n) for n in facts.nodes)
+        self._whole_forms: dict[int, Subgraph] = {}
+        on_cpu = all(v.device.type == "cpu" for n in facts.parameters for v in tensors_of(n))
+        self.on_host = on_cpu and not facts.placeless
+
+    @property
+    def moves(self) -> bool:
+        """True if what is kept leaves the device: the CPU's memory is host memory."""
+        place = self.policy.offload
+        return place == "disk" or (place == "host" and not self.on_host)
+
+    def whole_form(self, segment: Segment) -> Subgraph:
+        """A segment as a module that runs it whole."""
+        if segment.index not in self._whole_forms:
+            self._whole_forms[segment.index] = _whole_form(self.facts, segment)
+        return self._whole_forms[segment.index]
+
+
+def _whole_form(facts: Facts, segment: Segment) -> Subgraph:
+    return Subgraph(facts, segment.outputs, {*segment.rows, *segment.constants, *segment.whole})
+
+
+def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[SegmentPrograms | Subgraph]:
+    """Identical segments share their programs."""
+    found: list[SegmentPrograms | Subgraph] = []
+    for segment in facts.segments:
+        if not segment.chunked or segment.kind == "whole":
+            found.append(_whole_form(facts, segment))
+            continue
+        save = making.policy.save if segment.mixings else "inputs"
+        key = (segment.signature, making.body, save, making.accumulate)
+        if key not in shared:
+            shared[key] = SegmentPrograms(facts, segment, *key[1:])
+        found.append(shared[key])
+    return found
+
+
+def masks_to_test(facts: Facts) -> dict[Mask, bool]:
+    """Masks of chunked segments; True if masked scores are a finite number and not minus infinity.
+
+    NOTE [rows that see nothing]: a row whose every score is the same finite "minus infinity" attends evenly
+    to the *whole* sequence, later rows included. Such a step is run with FULL reach.
+    """
+    found: dict[Mask, bool] = {}
+    for segment in facts.segments:
+        for mixing in segment.mixings:
+            if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
+                continue
+            boolean = all(tensors_of(n)[0].dtype == torch.bool for n in mixing.mask.nodes)
+            attention = torch.ops.aten.scaled_dot_product_attention.default
+            exact = boolean and mixing.node.target is attention
+            found[mixing.mask] = found.get(mixing.mask, False) or not exact
+    return found
+
+
+def _lazy_parts(facts: Facts, known: set[Node]) -> dict[int, Subgraph]:
+    """For each wide output, how it is made of what the segments store."""
+    parts = {k: Subgraph(facts, [n], known) for k, n in facts.lazy.items()}
+    assert not any(p.random for p in parts.values())
+    return parts
+
+
+def _whole_targets(facts: Facts, read: set[Node], tested: dict[Mask, bool]) -> list[Node]:
+    """Whole values that segments, the epilogue, lazy outputs or the masks' run-time tests read."""
+    wanted = {n for s in facts.segments for n in s.whole}
+    wanted |= {n for n in read if facts.kinds[n] is Kind.WHOLE}
+    wanted |= {n for m in tested for n in mask_facts(facts, m).linear.values()}
+    pending = [n for m in tested for n in m.nodes]
+    while pending:
+        node = pending.pop()
+        for operand in node.all_input_nodes:
+            if facts.kinds[operand] is Kind.WHOLE:
+                wanted.add(operand)
+            elif facts.kinds[operand] is Kind.SQUARE:
+                pending.append(operand)
+    return [n for n in facts.nodes if n in wanted and n.op == "call_function"]
+
+
+def one_sweep(facts: Facts, segments: list[SegmentPrograms | Subgraph], epilogue: Subgraph) -> int | None:
+    """Position of the scalar among the epilogue's outputs if loss and gradient take one sweep."""
+    if not facts.segments or not isinstance(segments[-1], SegmentPrograms):
+        return None
+    segment, programs = facts.segments[-1], segments[-1]
+    wanted = [k for k, n in enumerate(epilogue.outputs) if n in facts.needs_grad]
+    single = len(wanted) == 1 and len(segment.outputs) == 1 and facts.trains(segment)
+    if not single or programs.states or shape_of(epilogue.outputs[wanted[0]]) != ():
+        return None
+    if segment.outputs[0] in facts.outputs:
+        return None  # somebody else may have a gradient for the rows
+    earlier = {n for s in facts.segments[:-1] for n in s.outputs}
+    if any(n in earlier or n in facts.differentiable for n in epilogue.inputs):
+        return None
+    return wanted[0] if is_linear(facts, segment.outputs, epilogue.outputs[wanted[0]]) else None

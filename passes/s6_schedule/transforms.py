@@ -1,0 +1,301 @@
+"""Functions from step program to step program: what the memory policy, padding and liveness make of it.
+
+The order is that of `transformed`. Each keeps the step's results and gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ..graph.facts import Segment
+from ..s3_cut.policy import groups
+from ..step.instructions import Buffer, BufferKind
+from .checker import check_step
+from .program import (
+    DEVICE,
+    Again,
+    Call,
+    CallLoss,
+    Differentiate,
+    Drop,
+    Fetch,
+    Group,
+    Layers,
+    Leave,
+    RunPart,
+    StepInstruction,
+    StepProgram,
+    Value,
+    ValueKind,
+    unrolled,
+)
+from .repeats import repeats
+from .step_parts import StepParts
+
+Transform = Callable[[StepProgram, StepParts], StepProgram]
+
+
+def leave_out_rows(program: StepProgram) -> StepProgram:
+    """Of some samples not all rows are run, see NOTE [samples that have ended]: what is not run is zero."""
+
+    def changed(instruction: StepInstruction) -> StepInstruction:
+        if isinstance(instruction, Call):
+            return replace(instruction, way=replace(instruction.way, left_out=True))
+        if isinstance(instruction, Group):
+            body, again = (tuple(map(changed, b)) for b in (instruction.body, instruction.again))
+            return replace(instruction, body=body, again=again)
+        if isinstance(instruction, Again):
+            return replace(instruction, body=tuple(map(changed, instruction.body)))
+        return instruction
+
+    return program.with_parts(map(changed, program.forward), map(changed, program.backward))
+
+
+def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram:
+    """Segments that keep their inputs together, see `s3_cut.policy.groups`, are run again before their
+    backward.
+    """
+    if not program.backward:
+        return program
+    found = [g for g in groups(parts.facts, parts.policy) if len(g) > 1]
+    forward, backward = list(program.forward), list(program.backward)
+    for group in found:
+        indices = {s.index for s in group}
+        places = [k for k, i in enumerate(forward) if _segment_of(i) in indices]
+        body = tuple(forward[k] for k in places)
+        if any(isinstance(i, CallLoss) for i in body):
+            continue
+        forward[places[0] : places[-1] + 1] = [_group(body, group, parts, forward[places[-1] + 1 :])]
+        again = next(i for i in forward if isinstance(i, Group) and i.body == body).again
+        first = next((k for k, i in enumerate(backward) if _segment_of(i) in indices), None)
+        if first is not None:
+            made = tuple(v for i in again for v in i.results)
+            backward.insert(
+                first, Again(body=again, segment=group[-1].index, inputs=_read(again), results=made)
+            )
+    return program.with_parts(forward, backward)
+
+
+def _group(
+    body: tuple[StepInstruction, ...],
+    group: list[Segment],
+    parts: StepParts,
+    rest: Sequence[StepInstruction],
+) -> Group:
+    later = {v for i in rest for v in i.inputs}
+    results = tuple(v for i in body for v in i.results if v in later)
+    # nobody reads the last outputs again, and what they were made of is kept
+    again = body[:-1] if parts.policy.save == "inputs" else body
+    return Group(body=body, again=again, inputs=_read(body), results=results)
+
+
+def _segment_of(instruction: StepInstruction) -> int | None:
+    return getattr(instruction, "segment", None)
+
+
+def _read(body: Iterable[StepInstruction]) -> tuple[Value, ...]:
+    """What instructions read that they do not make."""
+    made: set[Value] = set()
+    found: dict[Value, None] = {}
+    for instruction in body:
+        found.update((v, None) for v in instruction.inputs if v not in made)
+        made.update(instruction.results)
+    return tuple(found)
+
+
+def overwrite_rows_of_loss(program: StepProgram, parts: StepParts) -> StepProgram:
+    """The gradient of a loss head's rows is written over them where nobody else reads them later.
+
+    Only of segments that are run by chunks, which write into memory of their own: what another returns may
+    be a view of what it keeps.
+    """
+    position = next((k for k, i in enumerate(program.forward) if isinstance(i, CallLoss)), None)
+    if position is None or parts.facts.segments[-1].removed:
+        return program
+    loss, forward = program.forward[position], list(program.forward)
+    assert isinstance(loss, CallLoss)
+    calls = (i for i in program.forward[:position] if isinstance(i, Call))
+    bodies = (j for i in program.forward[:position] if isinstance(i, Group) for j in i.body)
+    segments = parts.facts.segments
+    own = (i for i in (*calls, *bodies) if isinstance(i, Call) and not segments[i.segment].chained)
+    fresh = {v for i in own for v in i.results}
+    others = {v for i in (*program.forward[position + 1 :], *program.backward) for v in i.inputs}
+    rows = loss.procedure.parameters
+    taken = {
+        buffer
+        for buffer, value in zip(rows, loss.inputs, strict=False)
+        if buffer.kind is BufferKind.ROWS and value in fresh and value not in others
+        if Buffer(BufferKind.GRADIENT, buffer.node) in loss.procedure.results
+    }
+    way = replace(loss.way, overwrites=frozenset(taken))
+    forward[position] = replace(loss, way=way)
+    return program.with_parts(forward, program.backward)
+
+
+def move_what_is_kept(program: StepProgram, parts: StepParts) -> StepProgram:
+    """What the backward reads of the forward leaves the device and comes back, see `policy`.
+
+    While a segment runs, what the one before has kept is on its way; in the backward, what the next one
+    reads. Parameters, and what all segments read, stay.
+    """
+    if not parts.moves or not program.backward:
+        return program
+    keepers = [i for i in program.forward if isinstance(i, Group) or _is_kept_of(i)]
+    leaving = _leaving(program, keepers)
+    forward: list[StepInstruction] = []
+    number = 0
+    for instruction in program.forward:
+        if any(instruction is k for k in keepers):
+            forward += _left(leaving, number - 2)
+            forward.append(replace(instruction, place=parts.policy.offload))  # type: ignore[call-arg]
+            number += 1
+            continue
+        if isinstance(instruction, CallLoss):  # where memory is scarcest
+            forward += [*_left(leaving, number - 2), *_left(leaving, number - 1)]
+        forward.append(instruction)
+    gone = {v for i in forward if isinstance(i, Leave) for v in i.inputs}
+    return program.with_parts(forward, _fetched(program.backward, keepers, leaving, gone))
+
+
+def _is_kept_of(instruction: StepInstruction) -> bool:
+    if isinstance(instruction, RunPart):
+        return instruction.segment is not None
+    return isinstance(instruction, Call) and not isinstance(instruction, CallLoss)
+
+
+def moved(program: StepProgram) -> tuple[Value, ...]:
+    """Values that lie elsewhere between forward and backward."""
+    keepers = [i for i in unrolled(program.forward) if getattr(i, "place", DEVICE) != DEVICE]
+    return tuple(v for own in _leaving(program, keepers) for v in own)
+
+
+def _leaving(program: StepProgram, keepers: list[StepInstruction]) -> list[tuple[Value, ...]]:
+    """What each keeps, but for what a later one keeps as well."""
+    stay = {*program.given, *(v for i in program.prologue for v in i.results)}
+    read = {v for i in unrolled(program.backward) for v in i.inputs}
+    found: list[tuple[Value, ...]] = []
+    later: set[Value] = set()
+    for keeper in reversed(keepers):
+        kept = [v for v in keeper.results if v.kind is ValueKind.KEPT]
+        own = dict.fromkeys(v for v in (*keeper.inputs, *kept) if v in read and v not in stay)
+        found.append(tuple(v for v in own if v not in later))
+        later.update(own)
+    return found[::-1]
+
+
+def _left(leaving: list[tuple[Value, ...]], number: int) -> list[StepInstruction]:
+    return [Leave(inputs=leaving[number], number=number)] if number >= 0 and leaving[number] else []
+
+
+def _fetched(
+    backward: tuple[StepInstruction, ...],
+    keepers: list[StepInstruction],
+    leaving: list[tuple[Value, ...]],
+    gone: set[Value],
+) -> Iterator[StepInstruction]:
+    number_of = {s: k for k, keeper in enumerate(keepers) for s in _segments_of(keeper)}
+    back: set[Value] = set()
+    begun: set[int] = set()
+    for instruction in backward:
+        segment = _segment_of(instruction)
+        number = None if segment is None else number_of.get(segment)
+        for k in (number, number - 1) if number is not None and number not in begun else ():
+            own = tuple(v for v in leaving[k] if v in gone and v not in back) if k >= 0 else ()
+            back.update(own)
+            yield from [Fetch(inputs=own)] if own else []
+        begun |= set() if number is None else {number}
+        yield instruction
+
+
+def _segments_of(instruction: StepInstruction) -> list[int]:
+    found = (_segment_of(i) for i in (instruction.body if isinstance(instruction, Group) else (instruction,)))
+    return [s for s in found if s is not None]
+
+
+def drop_what_nobody_reads(program: StepProgram) -> StepProgram:
+    """Each value is let go after the last instruction that reads it."""
+    ours = {*program.given, *program.returned}
+    live: set[Value] = set()
+    backward = _dropped(program.backward, live, ours)
+    forward = _dropped(program.forward, live, ours)
+    prologue = _dropped(program.prologue, live, ours)
+    return replace(program, prologue=prologue, forward=forward, backward=backward)
+
+
+def _dropped(
+    body: Sequence[StepInstruction], live: set[Value], ours: set[Value]
+) -> tuple[StepInstruction, ...]:
+    """The instructions with drops; `live` is what is read after them, and becomes what is read by them."""
+    found: list[StepInstruction] = []
+    for instruction in reversed(body):
+        inner = isinstance(instruction, Again)  # whose results are dropped within
+        met = dict.fromkeys((*instruction.inputs, *(() if inner else instruction.results)))
+        gone = {*live, *ours, *instruction.consumed}
+        dead = tuple(v for v in met if v not in gone)
+        found += [Drop(inputs=dead)] if dead else []
+        if isinstance(instruction, Group | Again):
+            after = set(live) if inner else set(instruction.results)
+            within = _dropped(instruction.body, after, {*ours, *live, *instruction.inputs})
+            instruction = replace(instruction, body=within)
+        live -= set(instruction.results)
+        live |= set(instruction.inputs)
+        found.append(instruction)
+    return tuple(reversed(found))
+
+
+def fold_layers(program: StepProgram) -> StepProgram:
+    """Instructions that come again and again, on the values of one layer after the other, become a loop."""
+    return program.with_parts(_folded(program.forward), _folded(program.backward))
+
+
+def _folded(body: tuple[StepInstruction, ...]) -> Iterator[StepInstruction]:
+    for repeat in repeats([_form(i) for i in body]):
+        own = body[repeat.start : repeat.stop]
+        if repeat.times == 1 or not any(isinstance(i, Call | RunPart) for i in own):
+            yield from own
+            continue
+        starts = range(0, len(own), repeat.period)
+        yield Layers(rounds=tuple(own[k : k + repeat.period] for k in starts))
+
+
+def _form(instruction: StepInstruction) -> Hashable:
+    """What an instruction does, whatever it does it to."""
+    kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
+    own: tuple[Hashable, ...] = (type(instruction).__name__, len(instruction.inputs), kinds)
+    if isinstance(instruction, Call):
+        return (
+            *own,
+            id(instruction.programs),
+            instruction.procedure_name,
+            instruction.way,
+            instruction.place,
+        )
+    if isinstance(instruction, RunPart | Differentiate):
+        return (*own, id(instruction.part))
+    if isinstance(instruction, Group | Again):
+        return (*own, tuple(_form(i) for i in instruction.body))
+    return own
+
+
+#: STREAMBP_CHECK=1: what was made is checked after each transformation, and not only at the end.
+CHECKED = bool(os.environ.get("STREAMBP_CHECK"))
+TRANSFORMS: tuple[Transform, ...] = (keep_inputs_of_groups, overwrite_rows_of_loss, move_what_is_kept)
+
+
+def transformed(program: StepProgram, parts: StepParts, left_out: bool = False) -> StepProgram:
+    """The step as it runs: memory policy, rows left out, each value dropped in time, loops over layers.
+
+    Raises:
+        UnsoundStep: what was made is wrong.
+    """
+    for transform in TRANSFORMS:
+        program = transform(program, parts)
+        if CHECKED:
+            check_step(program, dropped=False)
+    if left_out:
+        program = leave_out_rows(program)
+    program = fold_layers(drop_what_nobody_reads(program))
+    check_step(program)
+    return program

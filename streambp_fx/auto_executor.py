@@ -1,0 +1,233 @@
+"""What is left open is chosen by the cost model: chunk, memory policy, chunk of the loss head."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from .cost.step import StepCost
+from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
+from .passes.graph.facts import Facts
+from .passes.s3_cut.policy import Policy, candidates
+from .runtime.executor import Executor, tokens_of
+from .runtime.padding import Padding
+from .runtime.step_kinds import StepKind
+from .runtime.written_inputs import WrittenInputs
+
+log = logging.getLogger(__name__)
+# Of what is free: allocators keep some of it in pieces, and others want some, too.
+SHARE = 0.8
+# One choice serves lengths up to the next multiple of this: ragged batches do not choose again and again.
+STEP = 1024
+
+
+def choose_rows(
+    peak: Callable[[int], int], budget: int | None, tokens: int, sizes: Sequence[int] = CHUNK_SIZES
+) -> int:
+    """The largest of `sizes` with which a step fits.
+
+    Larger chunks are no faster, and smaller ones than the smallest are slower; so it is the smallest if none
+    fits.
+
+    Args:
+        peak: peak activation bytes for a number of rows.
+        budget: bytes that activations may take; None: there is no limit.
+        tokens: sequence length.
+        sizes: rows that are tried, the most first.
+    """
+    if budget is None or tokens <= sizes[-1]:
+        return AUTO_CHUNK
+    return next((rows for rows in sizes if peak(rows) <= budget), sizes[-1])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen for a length: a memory policy, and rows of a chunk of a layer and of the loss head."""
+
+    policy: Policy
+    rows: int
+    loss_rows: int
+
+
+class AutoExecutor:
+    """A compiled graph whose chunk, loss chunk or memory policy is chosen: once for each length (to the next
+    `STEP`).
+
+    Args:
+        facts: facts of the graph.
+        options: `memory` is the budget; without one, a share of what is free on the device.
+        chosen: called with the options that were chosen, and with the rows of a loss chunk.
+    """
+
+    def __init__(self, facts: Facts, options: Options, chosen: Callable[[Options, int], None]) -> None:
+        self.facts, self.options, self.chosen = facts, options, chosen
+        auto = options.policy == "auto"
+        self.policies = candidates(options.stored) if auto else [options.stored]
+        first = Executor(facts, options.storing(self.policies[0]))
+        self.executors = {self.policies[0]: first}
+        self.costs: dict[Policy, StepCost] = {}
+        self.choices: dict[tuple[int, ...], Choice] = {}
+
+    @property
+    def sweeps(self) -> int:
+        """Sweeps over the loss head in a training step: 1 or 2, or 0 if the graph has no loss."""
+        return self.executors[self.policies[0]].sweeps
+
+    @property
+    def padding(self) -> Padding:
+        """What a step need not run; the same for all policies."""
+        return self.executors[self.policies[0]].padding
+
+    @property
+    def written(self) -> WrittenInputs:
+        """Inputs that the model changes in place."""
+        return self.executors[self.policies[0]].written
+
+    @property
+    def largest(self) -> tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None:
+        """Of the largest step so far, see `Executor`."""
+        found = (e.largest for e in self.executors.values() if e.largest is not None)
+        return max(found, key=tokens_of, default=None)
+
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        """True if what the graph's capture assumed about sizes holds for these inputs."""
+        return self.executors[self.policies[0]].accepts(inputs)
+
+    def tokens(self, inputs: Sequence[Any]) -> int:
+        """Tokens of a sequence."""
+        return self.executors[self.policies[0]].tokens(inputs)
+
+    def __call__(self, *inputs: Any, first: Callable[[StepKind], None] | None = None) -> list[Any]:
+        """Run a step; `first` as in `Executor`."""
+        found = self.choice(inputs)
+        return self.storing(found.policy)(*inputs, rows=found.rows, loss_rows=found.loss_rows, first=first)
+
+    def choice(self, inputs: Sequence[Any]) -> Choice:
+        """What is chosen for inputs of the graph, parameters among them."""
+        sizes = self.executors[self.policies[0]].sizes(inputs)
+        tokens = sizes[self.facts.sequence]  # type: ignore[index]
+        others = {s: v for s, v in sizes.items() if s != self.facts.sequence}
+        up_to = -(-tokens // STEP) * STEP
+        key = (torch.is_grad_enabled(), up_to, *others.values())
+        if key not in self.choices:
+            length = up_to if tokens > STEP else tokens
+            policy, rows = self._choose(length, others, inputs)
+            found = Choice(policy, rows, self._loss_rows(policy, length, others, rows))
+            self.choices[key] = found
+            told = (up_to, policy, rows, found.loss_rows)
+            log.info("for sequences of up to %d tokens: %s, chunk of %d rows, loss chunk of %d", *told)
+            self.chosen(replace(self.options.storing(policy), chunk=rows), found.loss_rows)
+        return self.choices[key]
+
+    def _loss_rows(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
+        """As many rows of the loss head at once as the step has memory for at its peak, wherever that is."""
+        sequences = self.executors[self.policies[0]].sequences(others)
+        least = self.options.loss_rows(sequences)
+        if tokens <= least or not torch.is_grad_enabled():
+            return least
+        tried = [least, *self.options.more_loss_rows(sequences)]
+        if len(tried) == 1:
+            return least
+        peak = functools.partial(self._peak, policy, tokens, others, rows)
+        return tried[bisect.bisect_right(tried, peak(least), lo=1, key=peak) - 1]
+
+    def _choose(
+        self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]
+    ) -> tuple[Policy, int]:
+        if self.options.chunk != "auto" and len(self.policies) == 1:
+            return self.policies[0], self.options.rows
+        budget = self.options.memory_bytes
+        if budget is None:
+            budget = activation_budget([v for v in inputs if isinstance(v, Tensor)])
+        rows_tried = chunk_sizes(self.executors[self.policies[0]].sequences(others))
+        smallest: tuple[int, Policy, int] | None = None
+        for policy in self.policies:
+            peak = functools.partial(self._peak, policy, tokens, others)
+            rows = self.options.rows
+            if self.options.chunk == "auto":
+                rows = choose_rows(peak, budget, tokens, rows_tried)
+            if budget is None or len(self.policies) == 1:
+                return policy, rows
+            held = peak(rows)
+            if held <= budget:
+                return policy, rows
+            if smallest is None or held < smallest[0]:
+                smallest = held, policy, rows
+        assert smallest is not None
+        return smallest[1:]
+
+    def _peak(
+        self,
+        policy: Policy,
+        tokens: int,
+        others: Mapping[sympy.Symbol, int],
+        rows: int,
+        loss_rows: int | None = None,
+    ) -> int:
+        if policy not in self.costs:
+            executor = self.storing(policy)
+            known = next(iter(self.costs.values()), None)
+            self.costs[policy] = StepCost(self.facts, self.options.storing(policy), executor, known)
+        cost = self.costs[policy]
+        return cost.peak(cost.sizes(tokens, rows, others, loss_rows)).total
+
+    def storing(self, policy: Policy) -> Executor:
+        """The executor with this memory policy."""
+        if policy not in self.executors:
+            programs = self.executors[self.policies[0]].programs
+            self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs)
+        return self.executors[policy]
+
+
+def activation_budget(tensors: Sequence[Tensor]) -> int | None:
+    """Bytes that activations may take: a share of what is free, less the gradients that are still to come.
+
+    Args:
+        tensors: inputs of the graph, parameters among them, of any shape and dtype; all are on one device.
+
+    Returns:
+        None where it cannot be told what is free.
+    """
+    device = tensors[0].device if tensors else torch.device("cpu")
+    free = free_bytes(device)
+    if free is None:
+        return None
+    coming = sum(t.nbytes for t in tensors if t.is_leaf and t.requires_grad and t.grad is None)
+    return max(0, int(SHARE * free) - coming)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device in bytes; None where it cannot be told (neither CUDA nor Linux)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    known = [v for v in (_available(), _left_to_group()) if v is not None]
+    return min(known, default=None)
+
+
+def _available(path: Path = Path("/proc/meminfo")) -> int | None:
+    try:
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _left_to_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's limit leaves, if there is one."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return None

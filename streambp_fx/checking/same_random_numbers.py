@@ -1,0 +1,135 @@
+"""Two runs of one graph that draw the same random numbers.
+
+NOTE [random numbers in a self-check]: a streamed step draws the mask of a dropout chunk by chunk, so no two
+masks could be compared: dropout drops nothing within a check, on both sides. Every other random op runs
+whole in both, and is seeded by what it is called with: its name and the shapes of its arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..passes.graph.facts import Facts
+from ..passes.graph.purity import is_random
+from ..passes.s4_trace import prefix_attention as _attention  # noqa: F401  (registers its op)
+
+aten = torch.ops.aten
+# What `passes.s4_trace.chunk_ops` writes as a product with drawn factors, as people call it and as it is
+# captured.
+DROPOUTS = {functional.dropout, torch.dropout, torch.dropout_, aten.dropout.default, aten.dropout_.default}
+ATTENTIONS = {functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
+
+
+@contextlib.contextmanager
+def comparable(facts: Facts, devices: set[torch.device]) -> Iterator[Drawing]:
+    """Within: dropout drops nothing, random ops draw what their arguments say, and no other mode is active.
+
+    What it yields switches that off for a while.
+
+    Args:
+        facts: of the graph that is run.
+        devices: whose random state must be as it was afterwards.
+    """
+    cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        drawing = Drawing()
+        if any(_may_draw(n) for n in facts.nodes):
+            stack.enter_context(_NoDropout(drawing))
+            stack.enter_context(_Seeded(drawing))
+        yield drawing
+
+
+class Drawing:
+    """If random numbers are drawn as in any step."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within: they are."""
+        self.on = True
+        try:
+            yield
+        finally:
+            self.on = False
+
+
+def _may_draw(node: Node) -> bool:
+    """True for a random op, and for whatever is no plain op: a function of the user's, a region.
+
+    Python's own functions (of sizes, and of the results of an op) draw nothing.
+    """
+    if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
+        return False
+    return is_random(node) or not isinstance(node.target, OpOverload)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout is the identity, and attention drops nothing."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self.drawing = drawing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if self.drawing.on:
+            return func(*args, **kwargs)
+        if func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in ATTENTIONS:
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **kwargs)
+
+
+class _Seeded(TorchDispatchMode):
+    """Random ops are seeded by what they are called with."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, drawing: Drawing) -> None:
+        super().__init__()
+        self.drawing = drawing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.drawing.on:
+            return func(*args, **kwargs)
+        if func is torch.ops.streambp_fx.dropout_mask.default and not isinstance(args[0], FakeTensor):
+            return torch.ones_like(args[0])
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            torch.manual_seed(_seed(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _seed(func: Any, args: Any, kwargs: Any) -> int:
+    """Of a random op: the same in every run, and in the functional form of the op."""
+    name = func._schema.name.removesuffix("_").removesuffix("_functional")
+    leaves = pytree.tree_leaves((args, kwargs))
+    told = [tuple(v.shape) if isinstance(v, Tensor) else str(v) for v in leaves if not _is_place(v)]
+    return zlib.crc32(f"{name} {told}".encode())
+
+
+def _is_place(value: Any) -> bool:
+    """True for what differs between forms of one op and not between what they draw."""
+    return value is None or isinstance(
+        value, (torch.dtype, torch.device, torch.layout, torch.memory_format, bool)
+    )

@@ -1,0 +1,260 @@
+"""One short step of a graph, and how far two of them are from one another."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.fx import GraphModule, Interpreter, Node
+
+from ..passes.s4_trace.vjp import without_saved_tensors_hooks
+from .gradient_sketch import Sketch, sketch
+
+Call = Callable[..., Any]
+# Cotangents of float16 outputs, so that small gradients do not vanish.
+HALF_SCALE = 1024.0
+# Share of the norm of the whole gradient below which that of an input is no scale of its own.
+VANISHING = 1e-3
+
+
+@dataclass
+class Outcome:
+    """What a short step gives.
+
+    Attributes:
+        outputs: by position, None where there is no tensor.
+        roots: positions of the outputs that were differentiated.
+        gradients: by position of the input; None where autograd gives none.
+        buffers: inputs that the step has changed, by position.
+        whole: gradients that were wanted as they are, by position of the input.
+        value: the sum of what was differentiated, weighted with the cotangents.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+    gradients: dict[int, Sketch | None] = field(default_factory=dict)
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    whole: dict[int, Tensor] = field(default_factory=dict)
+    value: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Norm of all gradients together."""
+        return math.sqrt(sum(s.norm**2 for s in self.gradients.values() if s is not None))
+
+    @property
+    def usable(self) -> bool:
+        """True if there is something finite to compare with."""
+        finite = all(bool(v.isfinite().all()) for v in self.outputs if isinstance(v, Tensor))
+        return finite and math.isfinite(self.total) and self.total > 0
+
+
+def run(
+    call: Call,
+    inputs: Sequence[Any],
+    fixed: Collection[int] = (),
+    skipped: Collection[int] = (),
+    constant: Collection[int] = (),
+    wanted: Collection[int] | None = None,
+) -> Outcome:
+    """Run a step, forward and backward, and reduce its gradients as they come.
+
+    Args:
+        call: takes the inputs; returns the outputs.
+        inputs: of the short step; they are left as they are.
+        fixed: positions of those that no step changes, of which no copy is made.
+        skipped: positions of outputs that are not looked at.
+        constant: positions of outputs that are not differentiated.
+        wanted: positions of the inputs whose gradients are kept as they are; None: of none. If it is empty
+            there is no backward.
+    """
+    found, given = Outcome(), [_own(v, k in fixed) for k, v in enumerate(inputs)]
+    leaves = {k: v for k, v in enumerate(given) if isinstance(v, Tensor) and v.requires_grad}
+    with without_saved_tensors_hooks(), torch.enable_grad(), _reduced(leaves, found, wanted or ()):
+        results = list(call(*given))
+        roots, cotangents = [], []
+        for position, result in enumerate(results):
+            if not isinstance(result, Tensor) or position in skipped:
+                found.outputs.append(None)
+                continue
+            value = result.read() if hasattr(result, "read") else result
+            found.outputs.append(value.detach())
+            if value.requires_grad and position not in constant:
+                roots.append(get_gradient_edge(value))
+                found.roots.append(position)
+                cotangents.append(_cotangent(value, position))
+                found.value += _product(value, cotangents[-1])
+        results.clear()
+        if roots and (wanted is None or wanted):
+            # edges and not tensors: for those a mode for torch functions would be off in the backward
+            torch.autograd.backward(roots, cotangents)
+    for position, (before, after) in enumerate(zip(inputs, given, strict=True)):
+        if isinstance(before, Tensor) and position not in fixed and not torch.equal(before, after):
+            found.buffers[position] = after.detach()
+    return found
+
+
+def _own(value: Any, fixed: bool) -> Any:
+    """A leaf of its own that shares memory, or a copy of what a step may change."""
+    if not isinstance(value, Tensor):
+        return value
+    own = value.detach() if fixed else value.detach().clone()
+    return own.requires_grad_(value.requires_grad)
+
+
+@contextlib.contextmanager
+def _reduced(leaves: dict[int, Tensor], found: Outcome, wanted: Collection[int]) -> Iterator[None]:
+    """Within: a gradient that has come is reduced and dropped."""
+
+    def reduce(position: int, leaf: Tensor) -> None:
+        if leaf.grad is None:
+            return  # the hook is called as well where a step says that there is no gradient
+        found.gradients[position] = sketch(leaf.grad, position)
+        if position in wanted:
+            found.whole[position] = leaf.grad
+        leaf.grad = None
+
+    found.gradients.update(dict.fromkeys(leaves))
+    handles = [
+        leaf.register_post_accumulate_grad_hook(lambda t, k=position: reduce(k, t))
+        for position, leaf in leaves.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _product(value: Tensor, cotangent: Tensor) -> float:
+    """The real part of the sum of products."""
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    return float((value.to(wide) * cotangent.to(wide).conj()).sum().real)
+
+
+def _cotangent(value: Tensor, position: int) -> Tensor:
+    """Of an output: 1 for a number, random for more."""
+    scale = HALF_SCALE if value.dtype == torch.float16 else 1.0
+    if value.dim() == 0 and not value.is_complex():
+        return torch.full_like(value, scale)
+    generator = torch.Generator().manual_seed(position)
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    drawn = torch.randn(value.shape, generator=generator, dtype=wide)
+    return (drawn * scale / math.sqrt(max(1, value.numel()))).to(value.device, value.dtype)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two steps.
+
+    Attributes:
+        what: "output 0", or the place of an input.
+        position: of the output or of the input.
+        is_gradient: of an input.
+        gap: norm of the difference; infinite where one side has no value or another shape.
+        scale: norm of what it is compared with.
+        words: what differs, where it is not the values.
+    """
+
+    what: str
+    position: int
+    is_gradient: bool
+    gap: float
+    scale: float
+    words: str = ""
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        """Tells one comparison from another."""
+        return self.is_gradient, self.position
+
+    def relative(self, floor: float) -> float:
+        """The gap, relative to the norm; that of a gradient counts as no less than `floor`."""
+        scale = max(self.scale, floor if self.is_gradient else 0.0)
+        return 0.0 if not self.gap else self.gap / scale if scale else math.inf
+
+
+def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
+    """All comparisons, those that are equal among them: outputs, gradients, buffers."""
+    for position, (a, b) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
+        if a is None or b is None:
+            continue
+        yield _of_values(f"output {position}", position, a, b)
+    for position, sketched in expected.gradients.items():
+        other = found.gradients.get(position)
+        name = f"gradient of input {position}"
+        if sketched is None or other is None:
+            if sketched is not other:
+                words = "None in eager" if sketched is None else "None when streamed"
+                yield Difference(name, position, True, math.inf, 0.0, words)
+        elif sketched.sparse != other.sparse:
+            yield Difference(name, position, True, math.inf, 0.0, "sparse in one and dense in the other")
+        else:
+            yield Difference(name, position, True, sketched.distance(other), sketched.norm)
+    for position in expected.buffers.keys() | found.buffers.keys():
+        a, b = (side.buffers.get(position) for side in (expected, found))
+        if a is None or b is None:
+            words = "changed only when streamed" if a is None else "changed only in eager"
+            yield Difference(f"input {position}", position, False, math.inf, 0.0, words)
+        else:
+            yield _of_values(f"input {position}", position, a, b)
+
+
+def _of_values(what: str, position: int, a: Tensor, b: Tensor) -> Difference:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        words = f"{tuple(a.shape)} {a.dtype} in eager, {tuple(b.shape)} {b.dtype} when streamed"
+        return Difference(what, position, False, math.inf, 0.0, words)
+    if not (a.is_floating_point() or a.is_complex()):
+        return Difference(what, position, False, 0.0 if torch.equal(a, b) else math.inf, 0.0)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    gap, norm = (float(torch.linalg.vector_norm(v)) for v in (a.to(wide) - b.to(wide), a.to(wide)))
+    return Difference(what, position, False, gap if math.isfinite(gap) else math.inf, norm)
+
+
+class Noisy(Interpreter):
+    """Runs a graph with every value and every gradient rounded a little otherwise.
+
+    NOTE [rounding as noise]: a streamed step sums in another order. How far that moves a gradient depends on
+    the model; it is measured, by moving every value by up to one unit of its last place at random.
+    """
+
+    def __init__(self, module: GraphModule, seed: int) -> None:
+        super().__init__(module)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node, and move what it computes, and its gradient, by up to one unit of the last place."""
+        given = [v for v in (self.env[m] for m in n.all_input_nodes) if isinstance(v, Tensor)]
+        found = super().run_node(n)
+        if n.op not in ("call_function", "call_method", "call_module"):
+            return found
+        if isinstance(found, Tensor):
+            return self._moved(found, given)
+        if type(found) in (tuple, list):
+            return type(found)(self._moved(v, given) if isinstance(v, Tensor) else v for v in found)
+        return found
+
+    def _moved(self, value: Tensor, given: list[Tensor]) -> Tensor:
+        """Views and what was changed in place stay what they are."""
+        if not value.is_floating_point() or any(value is v for v in given) or value._is_view():
+            return value
+        places = {v.untyped_storage()._cdata for v in given}
+        if value.untyped_storage()._cdata in places:
+            return value
+        if value.requires_grad:
+            moved = value + self._noise(value)
+            moved.register_hook(lambda g: g + self._noise(g))
+            return moved
+        return value + self._noise(value)
+
+    def _noise(self, value: Tensor) -> Tensor:
+        eps = torch.finfo(value.dtype).eps
+        drawn = torch.rand(value.shape, generator=self.generator).mul_(2 * eps).sub_(eps)
+        return (value.detach() * drawn.to(value.device, value.dtype)).nan_to_num(0.0, 0.0, 0.0)

@@ -1,0 +1,1 @@
+"""The commands of `streambp-fx`, one a file."""

@@ -1,0 +1,82 @@
+"""`streambp-fx explain`: the schedule of a step that is not run, as text, page, picture or program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import StreamBPWarning
+from ..explain import explain
+from ..plan import model_on_meta
+from ..schedule import Schedule
+from ..show.memory_plot import check_picture
+from ..show.whole_files import check_writable
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What `streambp-fx explain` is asked for.
+
+    Attributes:
+        model: a name, a directory with config.json, or a config file, as for `plan`.
+        seq_len: tokens of each sequence.
+        batch_size: sequences.
+        chunk, loss_chunk: rows of a chunk; None: the default.
+        dtype: of the weights.
+        save, every, offload: the memory policy, see `Options`.
+        html, plot: files to write, or None.
+        code, dot: print the program, the graph of segments.
+    """
+
+    model: str
+    seq_len: int
+    batch_size: int = 1
+    chunk: int | None = None
+    loss_chunk: int | None = None
+    dtype: str = "bfloat16"
+    save: str = "inputs"
+    every: int = 1
+    offload: str = "none"
+    html: str | None = None
+    plot: str | None = None
+    code: bool = False
+    dot: bool = False
+
+
+def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> Schedule:
+    """Explain a model's step, and show or write what was asked for; without a wish, the schedule as text.
+
+    Raises:
+        PlanError: the model is unknown.
+        OutputError: a file cannot be written; found out before the work where it can be.
+        CaptureError: the model's forward cannot be captured as one graph.
+    """
+    if options.html is not None:
+        check_writable(options.html)
+    if options.plot is not None:
+        check_picture(options.plot)
+    model = model_on_meta(options.model, options.dtype)
+    chunks = {"chunk": options.chunk, "loss_chunk": options.loss_chunk}
+    given: dict[str, Any] = {k: v for k, v in chunks.items() if v is not None}
+    given |= {"save": options.save, "every": options.every, "offload": options.offload}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StreamBPWarning)  # what it says stands in the schedule
+        schedule = explain(model, options.seq_len, options.batch_size, **given)
+    name = Path(options.model).name
+    title = f"{name}, {options.dtype}, {options.batch_size} x {options.seq_len:,} tokens"
+    if options.html is not None:
+        schedule.to_html(options.html, title)
+        show(f"wrote {options.html}")
+    if options.plot is not None:
+        schedule.plot_memory(options.plot, title)
+        show(f"wrote {options.plot}")
+    if options.code:
+        show(schedule.code())
+    if options.dot:
+        show(schedule.to_dot())
+    if not (options.html or options.plot or options.code or options.dot):
+        show(str(schedule))
+    return schedule

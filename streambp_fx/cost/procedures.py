@@ -1,0 +1,162 @@
+"""What the procedures of segments hold and run, instruction by instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy
+
+from ..passes.graph.facts import Segment, shape_of
+from ..passes.s4_trace.kept_attention import row_bytes_of_attention
+from ..passes.s6_schedule.program import Call, Value, ValueKind
+from ..passes.step.instructions import Allocate, Buffer, BufferKind, Chunks, Free, Keep, Overwrite, Round, Run
+from ..runtime.segments.segment_runner import SegmentRunner
+from .held_bytes import (
+    BODIES,
+    HIDDEN,
+    KEPT,
+    LOSS,
+    PARAMETERS,
+    STATE,
+    STATE_GRADIENTS,
+    STORED,
+    Ledger,
+    Moment,
+    Sizes,
+)
+from .programs import ProgramCosts
+
+CAUSE_OF = {
+    BufferKind.STATE: STATE,
+    BufferKind.STATE_GRADIENT: STATE_GRADIENTS,
+    BufferKind.SUM: PARAMETERS,
+    BufferKind.GRADIENT: HIDDEN,
+}
+
+
+class ProcedureWalk:
+    """Follows procedures, and notes what is held.
+
+    Args:
+        cost: costs of the programs.
+        sizes: as numbers or symbols.
+
+    Attributes:
+        ledger: what is held, by value of the step, or by segment and buffer within a procedure.
+    """
+
+    def __init__(self, cost: ProgramCosts, sizes: Sizes) -> None:
+        self.cost, self.facts, self.sizes = cost, cost.facts, sizes
+        self.ledger = Ledger()
+
+    def walk(self, call: Call, phase: str) -> Iterator[Moment]:
+        """The moments of a procedure."""
+        procedure = _Bound(call, self.runner(call), phase)
+        for instruction in call.procedure.body:
+            count = COUNT.get(type(instruction))
+            if count is not None:
+                yield from count(self, instruction, procedure)
+
+    def runner(self, call: Call) -> SegmentRunner:
+        """What runs the programs of a call."""
+        runner = self.cost.executor.runners[call.segment]
+        assert runner is not None
+        return runner
+
+    def _allocate(self, instruction: Allocate, within: _Bound) -> Iterator[Moment]:
+        self._hold(instruction.buffer, within)
+        yield from ()
+
+    def _overwrite(self, instruction: Overwrite, within: _Bound) -> Iterator[Moment]:
+        self.ledger.drop(within.key(instruction.old))
+        self._hold(instruction.buffer, within)
+        yield from ()
+
+    def _free(self, instruction: Free, within: _Bound) -> Iterator[Moment]:
+        self.ledger.drop(within.key(instruction.buffer))
+        yield from ()
+
+    def _hold(self, buffer: Buffer, within: _Bound) -> None:
+        assert buffer.node is not None
+        key = within.key(buffer)
+        wide = buffer.wide and self.cost.wide
+        size = (self.cost.sum_bytes if wide else self.cost.bytes_of)(buffer.node, self.sizes)
+        cause = CAUSE_OF.get(buffer.kind) or self.cause_of_output(key)
+        self.ledger.hold(key, cause, size)
+
+    def cause_of_output(self, key: Any) -> str:
+        """What the rows that a segment makes are held for."""
+        stored = isinstance(key, Value) and key.node in self.cost.first_use
+        return STORED if stored else LOSS
+
+    def _round(self, instruction: Round, within: _Bound) -> Iterator[Moment]:
+        """A sum in a wider dtype becomes a gradient.
+
+        Where others will be added both are held for the moment, see NOTE [rounded in place].
+        """
+        buffer, key, index = instruction.buffer, within.key(instruction.buffer), within.call.segment
+        assert buffer.node is not None
+        node = within.runner.twins[buffer.node]
+        size = self.cost.bytes_of(node, self.sizes)
+        alone = node in self.facts.parameters and self.cost.first_use[node] == index
+        if not alone and key in self.ledger.held and self.ledger.held[key][1] != size:
+            yield Moment("backward", index, None, None, self.ledger.bytes((PARAMETERS, size)))
+            self.ledger.hold(key, PARAMETERS, size)
+
+    def _chunks(self, loop: Chunks, within: _Bound) -> Iterator[Moment]:
+        """A loop over chunks: the calls of its program."""
+        segment, runner = within.runner.segment, within.runner
+        cause = self.cause_of_programs(segment)
+        keeps = any(isinstance(inner, Keep) for inner in loop.body)
+        for run in (inner for inner in loop.body if isinstance(inner, Run)):
+            calls, held = self.cost.calls_of(runner, run, self.sizes), self.ledger.bytes()
+            for call in reversed(calls) if loop.reverse else calls:
+                if keeps:
+                    self._hold_kept(within, call.start)
+                    held = self.ledger.bytes()
+                now = {**held, cause: held.get(cause, 0) + call.peak}
+                yield Moment(within.phase, segment.index, call.chunk, run.program, now, call.flops)
+        if keeps:
+            self._hold_kept(within, self.sizes.tokens)
+
+    def _hold_kept(self, within: _Bound, rows: Any) -> None:
+        """What is kept of attention for the first `rows` rows."""
+        key = Value(ValueKind.KEPT, segment=within.call.segment)
+        self.ledger.hold(key, KEPT, self.kept_bytes(within.runner) * rows)
+
+    def kept_bytes(self, runner: SegmentRunner) -> Any:
+        """Bytes a row of the sequence that are kept of attention."""
+        nodes = (n for n in runner.model.nodes if n in runner.programs.keep)
+        each = (shape_of(runner.twins[n])[0] * sum(row_bytes_of_attention(n)) for n in nodes)
+        return self.cost.value(sum(each, sympy.S.Zero), self.sizes)
+
+    def cause_of_programs(self, segment: Segment) -> str:
+        """What the bytes of a segment's programs are held for."""
+        return LOSS if segment.index == len(self.facts.segments) - 1 and not segment.mixings else BODIES
+
+
+class _Bound:
+    """A procedure on the values of a call.
+
+    Attributes:
+        call, runner: of the segment.
+        phase: "forward" or "backward".
+    """
+
+    def __init__(self, call: Call, runner: SegmentRunner, phase: str) -> None:
+        self.call, self.runner, self.phase = call, runner, phase
+        self.values = call.bindings()
+
+    def key(self, buffer: Buffer) -> Any:
+        """What a buffer is held as: a value of the step, or the segment's own."""
+        return self.values.get(buffer, (self.call.segment, buffer))
+
+
+COUNT: Mapping[type, Callable[[ProcedureWalk, Any, _Bound], Iterator[Moment]]] = {
+    Allocate: ProcedureWalk._allocate,
+    Overwrite: ProcedureWalk._overwrite,
+    Free: ProcedureWalk._free,
+    Chunks: ProcedureWalk._chunks,
+    Round: ProcedureWalk._round,
+}

@@ -1,0 +1,218 @@
+"""What the programs of a compiled graph cost, at sizes that are numbers or symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from ..passes.cost.autograd_live import WholeStep
+from ..passes.cost.program import ProgramCost, program_cost
+from ..passes.graph.facts import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
+from ..passes.graph.subgraph import Subgraph
+from ..passes.s2_prove.footprints import mask_facts
+from ..passes.s4_trace.program_inputs import Extent
+from ..passes.step.instructions import Run
+from ..runtime.executor import Executor
+from ..runtime.segments.segment_runner import SegmentRunner
+from .held_bytes import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
+
+# Two chunks of this many rows stand for "a chunk with a prefix" when programs are traced for an expression.
+SAMPLE = 64
+
+
+@dataclass(frozen=True)
+class Call:
+    """A program called on one chunk.
+
+    Attributes:
+        chunk, start: which chunk, and its first row; with sizes that are symbols, the last one.
+        peak: bytes that the call makes at once.
+        flops: its floating-point operations; with sizes that are symbols, those of all chunks.
+    """
+
+    chunk: int
+    start: Any
+    peak: Any
+    flops: Any
+
+
+class ProgramCosts:
+    """Costs of the programs that a step calls; each is traced and counted once.
+
+    Args:
+        facts: facts of the graph.
+        executor: the compiled graph.
+        known: what was counted for another executor of the graph is counted for this one as well.
+    """
+
+    def __init__(self, facts: Facts, executor: Executor, known: ProgramCosts | None = None) -> None:
+        self.facts, self.executor = facts, executor
+        self.plain = _unpadded(executor)
+        self.first_use: dict[Node, int] = {}
+        for segment in reversed(facts.segments):
+            for node in (*segment.rows, *segment.constants, *segment.whole):
+                self.first_use[node] = segment.index
+        self.wide = executor.wide
+        self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
+        self._counted: tuple | None = None
+        self._calls_of: dict[Any, list[Call]] = {}
+        self._numbers: dict[sympy.Expr, tuple[Callable[..., Any], list[sympy.Symbol]]] = (
+            {} if known is None else known._numbers
+        )
+
+    def states_of(self, segment: Segment) -> list[Node]:
+        """What later chunks of a segment read of earlier ones; none of one that runs whole."""
+        runner = self.executor.runners[segment.index]
+        return [] if runner is None else [s.node for s in runner.programs.states.values()]
+
+    def is_full(self, runner: SegmentRunner) -> bool:
+        """True if every step runs the chunks of a segment with FULL reach."""
+        always = not self.executor.asked.always_full.isdisjoint(runner.masks)
+        return runner.segment.reach is Reach.FULL or (always and not runner.segment.chained)
+
+    def extents(self, runner: SegmentRunner, sizes: Sizes) -> list[Any]:
+        """The chunks of a segment, in rows and columns; with symbolic sizes the last one alone."""
+        rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
+        full = self.is_full(runner)
+        if not sizes.symbolic:
+            return runner.extents_of(sizes.tokens, rows, full)
+        total = sizes.tokens - runner.segment.removed
+        prefix = total - rows if runner.segment.mixings else 0
+        window = runner.segment.window
+        low = 0 if runner.segment.mixings else total - rows
+        if window is not None:
+            prefix = int(window) - 1
+            low = total - rows - prefix
+        return [Extent(rows, prefix, low, total, full)]
+
+    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes) -> list[Call]:
+        """What each chunk of a segment costs; identical segments are counted once for one step."""
+        step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
+        if self._counted != step:
+            self._counted, self._calls_of = step, {}
+        plain = self._plain_of(runner)
+        segment = runner.segment
+        key = (id(runner.programs), run, plain, self.is_full(runner), segment.window, segment.removed)
+        if key not in self._calls_of:
+            found = []
+            for chunk, extent in enumerate(self.extents(runner, sizes)):
+                cost = self.program(runner, run, extent, sizes)
+                work = self._over_chunks if sizes.symbolic else self.value
+                peak, flops = self.value(cost.peak, sizes, extent), work(cost.flops, sizes, extent)
+                found.append(Call(chunk, extent.start, peak, flops))
+            self._calls_of[key] = found
+        return self._calls_of[key]
+
+    def _over_chunks(self, flops: sympy.Expr, sizes: Sizes, last: Extent) -> sympy.Expr:
+        """Work of all chunks of a segment, from that of its last: chunks are of full length, and each but one
+        with a window reads what comes before it."""
+        chunk = sympy.Symbol("k", integer=True, nonnegative=True)
+        grows = self.value(PREFIX, sizes, last).has(TOKENS)
+        each = flops.subs(PREFIX, chunk * last.rows) if grows else flops
+        return sympy.expand(
+            sympy.summation(self.value(each, sizes, last), (chunk, 0, last.total / last.rows - 1))
+        )
+
+    def _plain_of(self, runner: SegmentRunner) -> frozenset[Mask]:
+        """Masks of a segment, by the names of its programs, of which nothing but causality is left."""
+        return frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
+
+    def program(self, runner: SegmentRunner, run: Run, extent: Extent, sizes: Sizes) -> ProgramCost:
+        """Peak bytes and operations of a program on one chunk, as expressions in the sizes."""
+        plain = self._plain_of(runner)
+        numbers = extent
+        if sizes.symbolic:
+            window = runner.segment.window
+            prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
+            numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
+        own = numbers.own() if run.own else numbers
+        key = (id(runner.programs), run.program, plain, own.pattern)
+        if key not in self._programs:
+            self._programs[key] = _cost_of(runner, self.facts, run.program, plain, own)
+        return self._programs[key]
+
+    def whole_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
+        """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
+        key = ("whole", segment.signature, backward)
+        if key not in self._programs:
+            own = self.executor.parts.segments[segment.index]
+            part = own if isinstance(own, Subgraph) else self.executor.parts.whole_form(segment)
+            step = WholeStep(self.facts, part, backward)
+            names = {k: TOKENS if s == self.facts.sequence else s for k, s in step.symbols.items()}
+            module, values = step.traced()
+            self._programs[key] = program_cost(module, names, values, step.live())
+        return self._programs[key]
+
+    def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
+        """Cost of a segment's forward and VJP, or of its forward, over the whole sequence at once: eager."""
+        runner = self.executor.runners[segment.index]
+        if runner is None:
+            return self.whole_cost(segment, backward)
+        key = (id(runner.programs), "at once", backward)
+        if key not in self._programs:
+            programs = runner.programs
+            extent = Extent(SAMPLE, 0, 0, SAMPLE, segment.reach.name == "FULL")
+            plain = self._plain_of(runner)
+            kind = "joint" if backward else "forward"
+            traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
+            names = _names(runner, traced.guards.names)
+            at_once = {ROWS: TOKENS, TOTAL: TOKENS, PREFIX: sympy.S.Zero, LOW: sympy.S.Zero}
+            names = {k: at_once.get(name, name) for k, name in names.items()}
+            self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
+        return self._programs[key]
+
+    # ---- sizes
+
+    def bytes_of(self, node: Node, sizes: Sizes) -> Any:
+        """Bytes of the (first) tensor of a node, as a number or an expression, as the sizes are."""
+        value = tensors_of(node)[0]
+        return self.value(sympy.Mul(*shape_of(node)) * value.element_size(), sizes)
+
+    def sum_bytes(self, node: Node, sizes: Sizes) -> Any:
+        """Bytes of the sum of a value's gradients over chunks."""
+        dtype = tensors_of(node)[0].dtype
+        wider = sum_dtype(dtype).itemsize // dtype.itemsize if self.wide else 1
+        return self.bytes_of(node, sizes) * wider
+
+    def value(self, size: sympy.Expr, sizes: Sizes, extent: Any = None) -> Any:
+        """A size of the graph or of a program, as a number or in the symbols of the step."""
+        env = {self.facts.sequence: sizes.tokens, TOKENS: sizes.tokens, **sizes.others}
+        if extent is not None:
+            env |= {ROWS: extent.rows, PREFIX: extent.prefix, LOW: extent.low, TOTAL: extent.total}
+        if sizes.symbolic:
+            return size.subs(env) if not size.is_Integer else size
+        found = self._numbers.get(size)
+        if found is None:
+            symbols = sorted(size.free_symbols, key=str)
+            found = self._numbers[size] = sympy.lambdify(symbols, size, "math"), symbols
+        function, symbols = found
+        return int(function(*(env[s] for s in symbols)))
+
+
+def _cost_of(
+    runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Mask], extent: Extent
+) -> ProgramCost:
+    lowered = runner.programs.get(kind, plain, extent, _numbers(facts, runner, extent))
+    return program_cost(lowered.module, _names(runner, lowered.sizes), throughout=lowered.product)
+
+
+def _numbers(facts: Facts, runner: SegmentRunner, extent: Extent) -> list[Any]:
+    """The numbers at the front of a program's inputs."""
+    return [*extent.sizes, 0, *(facts.values.get(s, 2) for s in runner.programs.symbols)]
+
+
+def _names(runner: SegmentRunner, sizes: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, sympy.Expr]:
+    """What the size symbols of a program are called here."""
+    known = {"rows": ROWS, "prefix": PREFIX, "low": LOW, "total": TOTAL}
+    known |= {str(s): s for s in runner.programs.symbols}
+    return {symbol: known[name] for symbol, name in sizes.items() if name in known}
+
+
+def _unpadded(executor: Executor) -> frozenset[Mask]:
+    """Masks of which nothing but causality is left where no token is padding."""
+    found = ((m, mask_facts(executor.facts, m)) for m in executor.parts.masks)
+    return frozenset(m for m, known in found if known.plain_without_data and not known.has_bias)

@@ -1,0 +1,132 @@
+"""Memory and work of one training step: what the runtime holds when, from the schedule and its programs.
+
+The step program is walked as the runtime runs it (`step_costs`). Where it calls a program, the program's own
+bytes come from liveness over its graph (`passes.cost.program`). With numbers for the sizes the result is a
+timeline; with symbols it is an expression in the sequence length, the batch size and the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import sympy
+
+from ..options import Options
+from ..passes.cost.program import largest
+from ..passes.graph.facts import Facts, Segment
+from ..passes.s3_cut.policy import Policy
+from ..passes.s6_schedule.program import StepProgram
+from ..passes.s6_schedule.transforms import moved
+from ..passes.step.instructions import Procedure
+from ..runtime.executor import Executor
+from .held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes
+from .programs import ProgramCosts
+from .step_walk import StepWalk
+
+
+class StepCost(ProgramCosts):
+    """Cost of one training step of a schedule.
+
+    Args:
+        facts: facts of the graph.
+        options: how it is streamed.
+        executor: the compiled graph, if there is one: its programs need not be traced again.
+        known: the cost of the same graph with another memory policy: what both have in common is not counted
+            again.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        executor: Executor | None = None,
+        known: StepCost | None = None,
+    ) -> None:
+        super().__init__(facts, Executor(facts, options) if executor is None else executor, known)
+        self.options = options
+
+    def storing(self, policy: Policy) -> StepCost:
+        """The cost with another memory policy."""
+        options = self.options.storing(policy)
+        return StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs), self)
+
+    # ---- the step
+
+    def sizes(
+        self,
+        tokens: int,
+        chunk: int | None = None,
+        others: Mapping | None = None,
+        loss_chunk: int | None = None,
+    ) -> Sizes:
+        """Sizes as numbers; chunks are those of the options if they are not given."""
+        rows = self.options.rows if chunk is None else chunk
+        values = {s: v for s, v in self.facts.values.items() if s != self.facts.sequence}
+        values.update(others or {})
+        loss_rows = loss_chunk or self.options.loss_rows(self.executor.sequences(values))
+        return Sizes(tokens, rows, loss_rows, values)
+
+    @cached_property
+    def symbols(self) -> Sizes:
+        """Sizes as symbols: T, chunk, loss_chunk, and the symbols of other sizes."""
+        return Sizes(TOKENS, CHUNK, LOSS_CHUNK)
+
+    def timeline(self, sizes: Sizes) -> list[Moment]:
+        """The step, moment by moment; bytes over weights, their gradients and the inputs."""
+        return list(StepWalk(self, self.step_program, sizes).moments())
+
+    def peak(self, sizes: Sizes) -> Moment:
+        """The moment of a timeline at which most is held."""
+        return max(self.timeline(sizes), key=lambda m: m.total)
+
+    def peak_expression(self, batch_size: int | None = None) -> sympy.Expr:
+        """Peak bytes as an expression in T, chunk, loss_chunk and the symbols of other sizes.
+
+        The batch size is B if the schedule was made for a batch of two or more and no number is given. For
+        sequences of more than one chunk; the last chunk, whose prefix is the longest, stands for all.
+        """
+        totals = (sympy.sympify(m.total) for m in self.timeline(self.symbols))
+        found = sympy.Max(*largest(term for total in totals for term in _without_max(total)))
+        return self.for_batch(found, batch_size)
+
+    def flops_expression(self, batch_size: int | None = None) -> sympy.Expr:
+        """Floating-point operations of a step, of products and attention, in the same symbols.
+
+        Chunks are taken to be of full length; with a window, all chunks read one of full length.
+        """
+        total = sympy.Add(*(sympy.sympify(m.flops) for m in self.timeline(self.symbols)))
+        return sympy.expand(self.for_batch(total, batch_size))
+
+    def for_batch(self, found: sympy.Expr, batch_size: int | None = None) -> sympy.Expr:
+        """The batch size of each input has a symbol of its own; to people they are one: B, or a number."""
+        others = {s: v for s, v in self.facts.values.items() if s != self.facts.sequence}
+        same = len(set(others.values())) == 1
+        return (
+            found.subs(dict.fromkeys(others, BATCH if batch_size is None else batch_size)) if same else found
+        )
+
+    @cached_property
+    def step_program(self) -> StepProgram:
+        """The step of a batch without padding."""
+        runners = enumerate(self.executor.runners)
+        full = frozenset(k for k, r in runners if r is not None and self.is_full(r))
+        return self.executor.step_program(full)
+
+    def procedures(self, segment: Segment) -> list[Procedure]:
+        """What runs a segment, once each; nothing of one that runs whole."""
+        calls = (c for c in self.step_program.calls() if c.segment == segment.index)
+        return list({c.procedure_name: c.procedure for c in calls}.values())
+
+    def offloaded(self, sizes: Sizes) -> Any:
+        """Bytes that lie in host memory or on disk at the end of the forward."""
+        walk = StepWalk(self, self.step_program, sizes)
+        return sum(walk.bytes_of(value) for value in moved(self.step_program))
+
+
+def _without_max(total: sympy.Expr) -> list[sympy.Expr]:
+    """The sums of which a sum with maxima in it is the largest."""
+    for part in total.atoms(sympy.Max):
+        return [t for choice in part.args for t in _without_max(total.subs(part, choice))]
+    return [total]

@@ -1,0 +1,226 @@
+"""What a step holds and runs, instruction by instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from ..passes.graph.facts import shape_of, tensors_of
+from ..passes.s6_schedule.program import (
+    Add,
+    Again,
+    Call,
+    CallLoss,
+    Differentiate,
+    Drop,
+    Fetch,
+    Group,
+    HandOver,
+    Layers,
+    Leave,
+    Linearize,
+    RunPart,
+    StepInstruction,
+    StepProgram,
+    Value,
+    ValueKind,
+    Zeros,
+)
+from .held_bytes import DATA, HIDDEN, LOSS, OUTPUTS, PARAMETERS, Moment, Sizes
+from .procedures import ProcedureWalk
+from .programs import ProgramCosts
+
+
+class StepWalk(ProcedureWalk):
+    """Follows a step program, and notes what is held.
+
+    Args:
+        cost: costs of the programs.
+        program: the step.
+        sizes: as numbers or symbols.
+    """
+
+    def __init__(self, cost: ProgramCosts, program: StepProgram, sizes: Sizes) -> None:
+        super().__init__(cost, sizes)
+        self.program, self.phase = program, "forward"
+        self.elsewhere: dict[Any, tuple[str, Any]] = {}
+        self.whole = set(cost.executor.parts.whole.outputs)
+        self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
+
+    def moments(self) -> Iterator[Moment]:
+        """The step, moment by moment."""
+        yield from self._follow((*self.program.prologue, *self.program.forward))
+        self.phase = "backward"
+        yield from self._follow(self.program.backward)
+
+    def _follow(self, body: Iterable[StepInstruction]) -> Iterator[Moment]:
+        for instruction in body:
+            count = COUNT.get(type(instruction))
+            if count is not None:
+                yield from count(self, instruction)
+
+    # ---- calls and parts
+
+    def _call(self, call: Call) -> Iterator[Moment]:
+        for value in call.inputs:  # gradients that the epilogue or the caller has made
+            if value.kind is ValueKind.GRADIENT and value not in self.ledger.held and shape_of(value.node):
+                self._hold_gradient(value)
+        scaled = [v for v in call.inputs if v.kind is ValueKind.UNSCALED]
+        for value, result in zip(scaled, call.results, strict=False):
+            self._rename(value, result)
+        yield from self.walk(call, self.phase)
+
+    def _call_loss(self, call: CallLoss) -> Iterator[Moment]:
+        yield from self.walk(call, self.phase)
+        for buffer in call.procedure.results:  # the rows of the head are read by the epilogue, at once
+            self.ledger.drop((call.segment, buffer))
+        self._hold_outputs(call.results)
+
+    def _run_part(self, instruction: RunPart) -> Iterator[Moment]:
+        if instruction.name == "whole values":
+            for value in instruction.results:
+                self._hold_whole(value)
+        elif instruction.segment is None:
+            self._hold_outputs(instruction.results)
+        else:
+            for value in instruction.results:
+                size = self.cost.bytes_of(_node(value), self.sizes)
+                self.ledger.hold(value, self.cause_of_output(value), size)
+            yield self._whole_moment(instruction.segment, backward=False)
+
+    def _differentiate(self, instruction: Differentiate) -> Iterator[Moment]:
+        if instruction.segment is None:
+            return  # its gradients are held from where they are read
+        for value in instruction.inputs:
+            if value.kind is ValueKind.GRADIENT and value not in self.ledger.held:
+                self._hold_gradient(value)
+        yield self._whole_moment(instruction.segment, backward=True)
+        for value in instruction.results:
+            self._hold_gradient(value)
+
+    def _whole_moment(self, index: int, backward: bool) -> Moment:
+        segment = self.facts.segments[index]
+        cost = self.cost.whole_cost(segment, backward)
+        held = self.ledger.bytes((self.cause_of_programs(segment), self.cost.value(cost.peak, self.sizes)))
+        return Moment(self.phase, index, None, "whole", held, self.cost.value(cost.flops, self.sizes))
+
+    def bytes_of(self, value: Value) -> Any:
+        """Bytes of a value."""
+        if value.kind is ValueKind.KEPT:
+            runner = self.cost.executor.runners[value.segment or 0]
+            assert runner is not None
+            return self.kept_bytes(runner) * self.sizes.tokens
+        return self.cost.bytes_of(_node(value), self.sizes)
+
+    def _group(self, instruction: Group) -> Iterator[Moment]:
+        yield from self._follow(instruction.body)
+
+    def _again(self, instruction: Again) -> Iterator[Moment]:
+        for moment in self._follow(instruction.body):
+            yield replace(moment, segment=instruction.segment)  # it is its backward that waits
+
+    def _layers(self, instruction: Layers) -> Iterator[Moment]:
+        for body in instruction.rounds:
+            yield from self._follow(body)
+
+    # ---- what is held
+
+    def _hold_outputs(self, values: Iterable[Value]) -> None:
+        for value in values:
+            if value.kind is ValueKind.CAPTURED and shape_of(_node(value)):
+                self.ledger.hold(value, OUTPUTS, self.cost.bytes_of(_node(value), self.sizes))
+
+    def _hold_gradient(self, value: Value) -> None:
+        node = _node(value)
+        cause = PARAMETERS if node in self.program_leaves else HIDDEN
+        self.ledger.hold(value, cause, self.cost.bytes_of(node, self.sizes))
+
+    @property
+    def program_leaves(self) -> set[Node | None]:
+        """Values of the caller's that have a gradient."""
+        return {v.node for v in self.program.gradients}
+
+    def _linearize(self, instruction: Linearize) -> Iterator[Moment]:
+        for value in instruction.results:
+            self.ledger.hold(value, LOSS, self.cost.bytes_of(_node(value), self.sizes))
+        yield from ()
+
+    def _zeros(self, instruction: Zeros) -> Iterator[Moment]:
+        for value in instruction.results:
+            self._hold_gradient(value)
+        yield from ()
+
+    def _add(self, instruction: Add) -> Iterator[Moment]:
+        part, (total,) = instruction.inputs[-1], instruction.results
+        if len(instruction.inputs) == 1 and part in self.ledger.held:
+            cause, _ = self.ledger.held[part]
+            self.ledger.hold(total, cause, self.cost.bytes_of(_node(total), self.sizes))
+        self.ledger.drop(part)
+        yield from ()
+
+    def _rename(self, value: Value, result: Value) -> None:
+        if value in self.ledger.held:
+            self.ledger.held[result] = self.ledger.held.pop(value)
+
+    def _let_go(self, instruction: Drop | HandOver) -> Iterator[Moment]:
+        for value in instruction.inputs:
+            if value.kind is ValueKind.CAPTURED and value.node in self.whole:
+                self._drop_whole(value)
+            self.ledger.drop(value)
+        yield from ()
+
+    def _leave(self, instruction: Leave) -> Iterator[Moment]:
+        """They have left the device: while the next segments ran, they were on their way."""
+        for value in instruction.inputs:
+            if value in self.ledger.held:
+                self.elsewhere[value] = self.ledger.held.pop(value)
+        yield from ()
+
+    def _fetch(self, instruction: Fetch) -> Iterator[Moment]:
+        """They are back, or on their way back."""
+        for value in instruction.inputs:
+            if value in self.elsewhere:
+                self.ledger.held[value] = self.elsewhere.pop(value)
+        yield from ()
+
+    def _hold_whole(self, value: Value) -> None:
+        """Whole values may share memory."""
+        storage = _storage(_node(value))
+        self.alive.setdefault(storage, set()).add(_node(value))
+        self.ledger.hold(("whole", storage), DATA, self.cost.bytes_of(_node(value), self.sizes))
+
+    def _drop_whole(self, value: Value) -> None:
+        storage = _storage(_node(value))
+        self.alive[storage].discard(_node(value))
+        if not self.alive[storage]:
+            self.ledger.drop(("whole", storage))
+
+
+def _node(value: Value) -> Node:
+    assert value.node is not None
+    return value.node
+
+
+def _storage(node: Node) -> int:
+    return tensors_of(node)[0].untyped_storage()._cdata
+
+
+COUNT: Mapping[type, Callable[[StepWalk, Any], Iterator[Moment]]] = {
+    RunPart: StepWalk._run_part,
+    Differentiate: StepWalk._differentiate,
+    Linearize: StepWalk._linearize,
+    Call: StepWalk._call,
+    CallLoss: StepWalk._call_loss,
+    Group: StepWalk._group,
+    Again: StepWalk._again,
+    Layers: StepWalk._layers,
+    Leave: StepWalk._leave,
+    Fetch: StepWalk._fetch,
+    Drop: StepWalk._let_go,
+    HandOver: StepWalk._let_go,
+    Zeros: StepWalk._zeros,
+    Add: StepWalk._add,
+}

@@ -1,0 +1,1 @@
+"""Measuring a training step: its peak memory, its time, its gradients, its live tensors."""

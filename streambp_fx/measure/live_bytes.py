@@ -1,0 +1,104 @@
+"""Live tensor bytes, counted op by op: the same on every platform and in every run, and blind to allocators.
+
+Kernels' own workspace is not seen. `measure` has the peak of a process, workspace and all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ..backend import around
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made and nobody has let go yet.
+
+    A view shares its storage and counts once; a storage that grows (`out=`, `resize_`) counts as it grows.
+    Storages that existed before do not count: `known` are those of the tensors given (parameters, the batch).
+
+    Attributes:
+        live: bytes at this moment.
+        peak: the most there were.
+        widest: elements of the largest single storage.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = self.peak = self.widest = 0
+        self._known: set[int] = {t.untyped_storage()._cdata for t in known}
+        self._sizes: dict[int, int] = {}
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def _count(self, t: torch.Tensor) -> None:
+        storage = t.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        before = self._sizes.get(key)
+        if key in self._known or size == before:
+            return
+        if before is None:
+            weakref.finalize(storage, self._freed, key).atexit = False
+        self._sizes[key] = size
+        self.live += size - (before or 0)
+        self.peak = max(self.peak, self.live)
+        self.widest = max(self.widest, size // t.element_size())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor):
+                self._count(t)
+        return out
+
+
+def peak_live_bytes(step: Callable[[], object], known: Iterable[torch.Tensor] = ()) -> int:
+    """The most bytes of tensors that are alive at once while `step` runs.
+
+    What `step` compiles should be compiled before. What `torch.compile` runs cannot be measured so, because
+    Dynamo refuses to run under a meter (see `peak_live_bytes_compiled`); a transformed model can.
+
+    Args:
+        step: for example a forward and backward. Gradients that it makes count as well.
+        known: tensors, of any shape and dtype, that do not count: the parameters, the batch.
+    """
+    with LiveBytes(known) as meter:
+        step()
+    return meter.peak
+
+
+def peak_live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[torch.Tensor] = ()) -> int:
+    """The same for a step that `torch.compile(backend="streambp")` runs.
+
+    Counted are the graphs that the backend has compiled, and the whole backward.
+
+    Args:
+        loss: the forward, which returns the loss, a scalar. It should have been called before, so that it is
+            compiled.
+        known: tensors that do not count: the parameters, the batch.
+    """
+    return live_bytes_compiled(loss, known).peak
+
+
+def live_bytes_compiled(loss: Callable[[], torch.Tensor], known: Iterable[torch.Tensor] = ()) -> LiveBytes:
+    """What `peak_live_bytes_compiled` counts, with everything that was counted.
+
+    Args:
+        loss: the forward, which returns the loss, a scalar.
+        known: tensors, of any shape and dtype, that do not count.
+    """
+    meter = LiveBytes(known)
+    token = around.set(lambda: meter)
+    try:
+        value = loss()
+    finally:
+        around.reset(token)
+    with meter:
+        value.backward()
+    return meter

@@ -1,0 +1,1 @@
+"""What models and their libraries bring along: arguments, adapters, forwards of others."""

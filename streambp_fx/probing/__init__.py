@@ -1,0 +1,1 @@
+"""The independence probe: what is claimed of rows, tried on the tensors of a step."""

@@ -1,0 +1,1 @@
+"""How one segment runs: its chunks in order, as a loss head, or whole."""

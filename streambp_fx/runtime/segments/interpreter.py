@@ -1,0 +1,228 @@
+"""The interpreter: runs the instructions of a segment's step on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...passes.graph.facts import tensors_of
+from ...passes.step.instructions import (
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Instruction,
+    Keep,
+    Normalize,
+    Over,
+    Overwrite,
+    Procedure,
+    Round,
+    Run,
+    Scale,
+    WriteRows,
+    ZeroRows,
+)
+from .segment_runner import SegmentRunner
+from .step_blocks import RowBlock, StepData
+
+Blocks = Callable[[Over], list[RowBlock]]
+
+
+@dataclass
+class Frame:
+    """What a procedure holds while it runs.
+
+    Attributes:
+        runner: of the segment.
+        blocks: that a loop runs over.
+        tensors: by buffer; the parameters of the procedure to begin with, and nobody else holds the mapping.
+        like: a tensor on the device of the segment.
+        kept: of each chunk, in the order of the chunks.
+        function: the autograd node that will return what is rounded, whose inputs are the streamed inputs of
+            the segment, then its constants.
+        scale: what `Scale` multiplies by, beside `unit`.
+        unit: what `Normalize` has divided by.
+        index, block: the chunk that is run.
+        results: of the chunk's program, as far as they are not written yet.
+        workspace: by dtype, see `passes.s5_lower.workspace`.
+    """
+
+    runner: SegmentRunner
+    step: StepData
+    tensors: dict[Buffer, Tensor]
+    like: Tensor
+    blocks: Blocks
+    kept: list[list[Tensor]] = field(default_factory=list)
+    function: Any = None
+    scale: Tensor | None = None
+    unit: Tensor | None = None
+    index: int = 0
+    block: RowBlock | None = None
+    results: dict[Buffer, Any] = field(default_factory=dict)
+    workspace: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    def workspace_of(self, dtype: torch.dtype) -> Tensor:
+        """A tensor of shape (0,) in this dtype, with the memory that the last chunk's had."""
+        return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype)).resize_(0)
+
+
+def run(procedure: Procedure, frame: Frame) -> list[Tensor]:
+    """Run a procedure.
+
+    Returns:
+        Its results, in the shapes and dtypes of its buffers; the frame holds them no more. What is kept for
+        the backward is not among them: it stays in the frame.
+
+    Raises:
+        CompileError: a program cannot be traced.
+    """
+    for instruction in procedure.body:
+        _execute(instruction, frame)
+    return [frame.tensors.pop(b) for b in procedure.results if b.kind is not BufferKind.KEPT]
+
+
+def prepare(procedure: Procedure, frame: Frame) -> None:
+    """Make the programs of a procedure, so that a failure comes before it has begun.
+
+    Raises:
+        CompileError: a program cannot be traced.
+    """
+    runner, step = frame.runner, frame.step
+    for loop, call in procedure.runs():
+        for block in frame.blocks(loop.over) if call.adds else ():
+            extent = (block.own() if call.own else block).extent
+            numbers = runner.numbers(extent, step.seed, step.of(block.part))
+            runner.program(call.program, extent, step, numbers)
+
+
+def _execute(instruction: Instruction, frame: Frame) -> None:
+    EXECUTE[type(instruction)](instruction, frame)
+
+
+def _allocate(instruction: Allocate, frame: Frame) -> None:
+    buffer = instruction.buffer
+    frame.tensors[buffer] = _new(buffer, frame, instruction.zero)
+
+
+def _new(buffer: Buffer, frame: Frame, zero: bool) -> Tensor:
+    assert buffer.node is not None
+    if buffer.kind is BufferKind.SUM:  # in the memory layout of what it is the gradient of
+        constant = frame.tensors[Buffer(BufferKind.CONSTANT, buffer.node)]
+        return torch.zeros_like(constant, dtype=frame.runner.sum_dtype(buffer, constant.dtype))
+    return frame.runner.allocate(buffer.node, frame.step, frame.like, zero, buffer.wide)
+
+
+def _overwrite(instruction: Overwrite, frame: Frame) -> None:
+    buffer, old = instruction.buffer, instruction.old
+    memory = frame.tensors[old]
+    assert buffer.node is not None
+    fits = memory.is_contiguous() and memory.dtype == tensors_of(buffer.node)[0].dtype
+    # a gradient may be held by whoever has asked for it; a streamed input of this kind is known not to be
+    if fits and (old.kind is BufferKind.ROWS or frame.step.owned.take(memory)):
+        frame.tensors[buffer] = memory
+    else:
+        frame.tensors[buffer] = _new(buffer, frame, instruction.zero)
+
+
+def _free(instruction: Free, frame: Frame) -> None:
+    del frame.tensors[instruction.buffer]
+
+
+def _chunks(instruction: Chunks, frame: Frame) -> None:
+    blocks = list(enumerate(frame.blocks(instruction.over)))
+    for frame.index, frame.block in reversed(blocks) if instruction.reverse else blocks:
+        for inner in instruction.body:
+            _execute(inner, frame)
+
+
+def _run(instruction: Run, frame: Frame) -> None:
+    assert frame.block is not None
+    block = frame.block.own() if instruction.own else frame.block
+    kind, inputs = instruction.program, instruction.inputs
+    found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs)
+    for buffer in instruction.results:
+        frame.results[buffer] = found if buffer.kind is BufferKind.KEPT else found.pop(0)
+
+
+def _write_rows(instruction: WriteRows, frame: Frame) -> None:
+    rows = _rows(instruction.buffer, frame)
+    value = frame.results.pop(instruction.buffer).reshape(rows.shape)
+    if _lies_otherwise(value, rows):
+        value = value.clone()
+    rows.add_(value) if instruction.add else rows.copy_(value)
+
+
+def _lies_otherwise(value: Tensor, rows: Tensor) -> bool:
+    """True if a tensor shares the memory that it is written to in another order.
+
+    A gradient may be a view of the cotangent over which it is written.
+    """
+    if value.untyped_storage()._cdata != rows.untyped_storage()._cdata:
+        return False
+    return value.stride() != rows.stride() or value.storage_offset() != rows.storage_offset()
+
+
+def _zero_rows(instruction: ZeroRows, frame: Frame) -> None:
+    _rows(instruction.buffer, frame).zero_()
+
+
+def _rows(buffer: Buffer, frame: Frame) -> Tensor:
+    """The rows of the chunk that is run, as a view."""
+    assert buffer.node is not None and frame.block is not None
+    return frame.runner.view(frame.runner.twins[buffer.node], frame.tensors[buffer], frame.block, frame.step)
+
+
+def _keep(instruction: Keep, frame: Frame) -> None:
+    frame.kept.append(frame.results.pop(instruction.buffer))
+
+
+def _normalize(instruction: Normalize, frame: Frame) -> None:
+    buffer = instruction.buffer
+    frame.unit = power_of_two_above(frame.tensors[buffer])
+    frame.tensors[buffer] = frame.tensors[buffer] / frame.unit
+
+
+def _scale(instruction: Scale, frame: Frame) -> None:
+    assert frame.scale is not None
+    frame.tensors[instruction.buffer].mul_(frame.scale if frame.unit is None else frame.scale * frame.unit)
+
+
+def _round(instruction: Round, frame: Frame) -> None:
+    buffer = instruction.buffer
+    frame.tensors[buffer] = frame.runner.rounded(buffer, frame.tensors.pop(buffer), frame.function)
+
+
+def power_of_two_above(coefficients: Tensor) -> Tensor:
+    """The power of two just above the greatest coefficient.
+
+    NOTE [float16]: the sweep runs before anybody scales the loss, and the coefficients of a mean over many
+    tokens are so small that float16 gradients would vanish. So they are divided by this number, which is
+    exact, and the finished gradients are multiplied by it together with the scale of the loss.
+    Not by a smaller one, to leave room for gradients greater than the coefficients: with 2**-8, a quarter of
+    the gradient of a word that is no label would be rounding (its probability is some 2e-5 in a vocabulary of
+    50,000). Logits that are multiplied by more than 65504 overflow here where eager's mean may not, and the
+    self-check then has the model run unstreamed.
+    """
+    greatest = coefficients.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.exp2(torch.ceil(torch.log2(greatest)))
+
+
+EXECUTE: Mapping[type, Callable[[Any, Frame], None]] = {
+    Allocate: _allocate,
+    Overwrite: _overwrite,
+    Free: _free,
+    Chunks: _chunks,
+    Run: _run,
+    WriteRows: _write_rows,
+    ZeroRows: _zero_rows,
+    Keep: _keep,
+    Normalize: _normalize,
+    Scale: _scale,
+    Round: _round,
+}

@@ -1,0 +1,116 @@
+"""The autograd function of a streamed segment."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...passes.step.instructions import Buffer, BufferKind, Procedure
+from .failures import refuse_other_backwards
+from .interpreter import Frame, prepare, run
+from .owned_buffers import as_it_is
+from .segment_runner import SegmentRunner
+from .step_blocks import StepData
+
+Procedures = tuple[Procedure | None, Procedure | None]
+
+
+class StreamedSegment(torch.autograd.Function):
+    """Autograd function of one streamed segment: keeps its inputs, and what the policy adds to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: SegmentRunner,
+        step: StepData,
+        whole: list[Tensor],
+        procedures: Procedures,
+        *tensors: Tensor,
+    ) -> tuple:
+        """Outputs of the segment, for all rows.
+
+        Args:
+            procedures: forward and backward. Without a forward it is run for the sake of what is saved, and
+                the outputs need not hold anything; without a backward no gradient comes to them.
+        """
+        frame, (forward, backward) = frame_of(runner, step, tensors, whole), procedures
+        if forward is None:
+            outputs = tuple(runner.unwritten(n, step, tensors[0]) for n in runner.segment.outputs)
+        else:
+            outputs = tuple(run(forward, frame))
+        ctx.runner, ctx.step, ctx.procedure = runner, step, backward
+        ctx.inputs, ctx.whole, ctx.chunks = len(tensors), len(whole), len(frame.kept)
+        read = (as_it_is(t) for t in (*tensors, *whole))
+        ctx.save_for_backward(*read, *itertools.chain(*frame.kept))
+        if backward is not None:  # what is wrong with it is said in the forward: nothing is half done
+            prepare(backward, frame)
+        ctx.set_materialize_grads(False)
+        frozen = [
+            o
+            for n, o in zip(runner.segment.outputs, outputs, strict=True)
+            if n not in runner.facts.needs_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """Gradients of the arguments of `forward`; None for those that no gradient reaches."""
+        refuse_other_backwards(gradients)
+        with torch._C._DisableAutocast():
+            return StreamedSegment._gradients(ctx, gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple:
+        runner, step = ctx.runner, ctx.step
+        tensors = iter(ctx.saved_tensors)
+        saved, whole = (list(itertools.islice(tensors, n)) for n in (ctx.inputs, ctx.whole))
+        kept = list(tensors)
+        by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
+        given = [by_node[n] for n in runner.diff_outputs]
+        if all(g is None for g in given):
+            return (None,) * (4 + len(saved))
+        frame = frame_of(runner, step, saved, whole)
+        frame.function = ctx
+        for buffer, gradient in zip(runner.programs.buffers(BufferKind.COTANGENT), given, strict=True):
+            frame.tensors[buffer] = (
+                _zeros(runner, buffer, frame) if gradient is None else gradient.contiguous()
+            )
+        if kept:
+            each = len(kept) // ctx.chunks
+            frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
+        procedure = ctx.procedure
+        made = run(procedure, frame)
+        own = [runner.twins[b.node] for b in procedure.results]
+        found = dict(zip(own, made, strict=True))
+        for node in runner.diff_rows:
+            step.owned.add(found[node])
+        if any(g is None for g in given):
+            reached = runner.reached_from(n for n, g in by_node.items() if g is not None)
+            found = {n: g for n, g in found.items() if n in reached}
+        inputs = (*runner.segment.rows, *runner.segment.constants)
+        return (None, None, None, None, *(found.get(n) for n in inputs))
+
+
+def frame_of(
+    runner: SegmentRunner, step: StepData, tensors: Sequence[Tensor], whole: Sequence[Tensor]
+) -> Frame:
+    """What a procedure begins with.
+
+    Args:
+        tensors: streamed inputs, then constants, in the shapes and dtypes that the graph gives them.
+        whole: values without a gradient, likewise.
+    """
+    kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
+    buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
+    held = dict(zip(buffers, (*tensors, *whole), strict=True))
+    return Frame(runner, step, held, tensors[0], lambda over: runner.blocks(step))
+
+
+def _zeros(runner: SegmentRunner, buffer: Buffer, frame: Frame) -> Tensor:
+    assert buffer.node is not None
+    return runner.allocate(buffer.node, frame.step, frame.like, zero=True)

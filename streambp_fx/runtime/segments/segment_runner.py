@@ -1,0 +1,258 @@
+"""A streamed segment of one model: its programs, its procedures, and the rows of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ...passes.graph.facts import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
+from ...passes.s2_prove.gradient_edges import reached
+from ...passes.s2_prove.independent_samples import Samples
+from ...passes.s3_cut.segment import row_axis
+from ...passes.s4_trace.evaluation import narrow
+from ...passes.s4_trace.program_inputs import Extent
+from ...passes.s5_lower.lower import Lowered
+from ...passes.s5_lower.programs import SegmentPrograms
+from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
+from .failures import compile_error
+from .owned_buffers import split_rows
+from .round_sums import is_added, rounded
+from .step_blocks import RowBlock, SampleRange, StepData, counts
+
+if TYPE_CHECKING:
+    from .interpreter import Frame
+
+
+class SegmentRunner:
+    """One segment of one model: its programs (shared with identical segments) and its own values.
+
+    Args:
+        facts: facts of the graph.
+        segment: the segment.
+        programs: programs traced from this segment or from one identical to it.
+    """
+
+    def __init__(self, facts: Facts, segment: Segment, programs: SegmentPrograms) -> None:
+        self.facts, self.segment, self.programs = facts, segment, programs
+        self.model = programs.segment
+        self.needs_grad = facts.trains(segment)
+        twins = dict(zip(self.model.nodes, segment.nodes, strict=True))
+        self.twins = twins
+        for own in ("rows", "constants", "whole"):
+            self.twins.update(zip(getattr(self.model, own), getattr(segment, own), strict=True))
+        self.masks = [m.mask for m in segment.mixings if m.mask is not None]
+        self.model_masks = {
+            m.mask: twin.mask
+            for m, twin in zip(self.model.mixings, segment.mixings, strict=True)
+            if m.mask is not None
+        }
+        self.diff_outputs = [twins[n] for n in programs.diff_outputs]
+        self.diff_rows = [segment.rows[self.model.rows.index(n)] for n in programs.diff_rows]
+        self.diff_constants = [
+            segment.constants[self.model.constants.index(n)] for n in programs.diff_constants
+        ]
+
+    def reached_from(self, outputs: Iterable[Node]) -> set[Node]:
+        """Inputs of the segment that a gradient of these outputs comes to; eager leaves others None."""
+        ends = {*self.segment.rows, *self.segment.constants}
+        return reached(self.facts, [n for n in outputs if n in self.facts.needs_grad], ends) & ends
+
+    # ---- sizes
+
+    def allocate(
+        self, node: Node, step: StepData, like: Tensor, zero: bool = False, wide: bool = False
+    ) -> Tensor:
+        """A buffer for a value, in its shape for this step and its dtype.
+
+        Args:
+            like: a tensor on the device of the buffer.
+            zero: it begins with zeros.
+            wide: it is for sums of the value over chunks, which may have a wider dtype.
+        """
+        shape = [step.resolve(s) for s in shape_of(node)]
+        dtype = tensors_of(node)[0].dtype
+        make = torch.zeros if zero else torch.empty
+        return make(shape, dtype=sum_dtype(dtype) if wide else dtype, device=like.device)
+
+    def sum_dtype(self, buffer: Buffer, dtype: torch.dtype) -> torch.dtype:
+        """Of a sum over chunks of gradients in a dtype."""
+        return sum_dtype(dtype) if buffer.wide else dtype
+
+    def rounded(self, buffer: Buffer, total: Tensor, function: Any) -> Tensor:
+        """The gradient of a constant in its own dtype; nobody reads the sum afterwards.
+
+        Args:
+            function: the autograd node that returns it, whose inputs are `rows`, then `constants`.
+        """
+        assert buffer.node is not None
+        node, inputs = self.twins[buffer.node], (*self.segment.rows, *self.segment.constants)
+        alone = node not in self.constants_before and is_added(function, inputs.index(node))
+        return rounded(total, tensors_of(node)[0].dtype, in_place=alone)
+
+    @cached_property
+    def constants_before(self) -> frozenset[Node]:
+        """Constants of earlier segments: their gradients wait for what those will add."""
+        return frozenset(n for s in self.facts.segments[: self.segment.index] for n in s.constants)
+
+    def unwritten(self, node: Node, step: StepData, like: Tensor) -> Tensor:
+        """A stand-in for a value that nobody reads: its shape, without its memory."""
+        shape = [step.resolve(s) for s in shape_of(node)]
+        return torch.empty((), dtype=tensors_of(node)[0].dtype, device=like.device).expand(shape)
+
+    def is_full(self, step: StepData) -> bool:
+        """True if rows may read all rows in this step."""
+        return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
+
+    def extents(self, step: StepData) -> list[Extent]:
+        """The chunks of this segment in a step."""
+        rows = step.chunk if self.segment.mixings else step.loss_chunk
+        return self.extents_of(step.total, rows, self.is_full(step))
+
+    def extents_of(self, tokens: int, chunk: int, full: bool | None = None) -> list[Extent]:
+        """The chunks for a sequence length. A window bounds how far back a chunk's columns begin."""
+        full = self.segment.reach is Reach.FULL if full is None else full
+        result = []
+        total = tokens - self.segment.removed
+        for start, rows in split_rows(total, chunk):
+            low = 0 if self.segment.mixings else start
+            if self.segment.window is not None and not full:
+                low = max(0, start - int(self.segment.window) + 1)
+            result.append(Extent(rows, start - low, low, total, full))
+        return result
+
+    @cached_property
+    def samples(self) -> Samples | str:
+        """Where the samples are, or why they are not known to be independent."""
+        found = self.programs.samples
+        if isinstance(found, str):
+            return found
+        places = {self.twins[n]: place for n, place in found.places.items()}
+        return Samples(found.size, places)
+
+    def blocks(self, step: StepData) -> list[RowBlock]:
+        """The chunks of this segment in a step, each with the samples that it is run for."""
+        return [RowBlock(e, part) for e in self.extents(step) for part in step.parts(e.start)]
+
+    def counts(self, coefficients: Tensor, step: StepData) -> tuple[Tensor, Tensor]:
+        """Which samples have a part in the loss in each chunk of a loss head, and how far, see `counts`.
+
+        Args:
+            coefficients: of the loss in the rows of the head, in the shape of the head's output.
+        """
+        node = self.segment.outputs[0]
+        (dim, axis), samples = self.axis(node), self.samples
+        place = samples.places.get(node) if isinstance(samples, Samples) else None
+        own = (place, step.resolve(place.inner)) if place is not None else None
+        return counts(coefficients, dim, step.resolve(axis.inner), own, self.extents(step))
+
+    def part_of(self, buffer: Buffer, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
+        """Some samples of a tensor, as a view with fewer entries in the dim of the samples.
+
+        Args:
+            buffer: that the tensor is the value of.
+            part: which samples; None: all of them.
+        """
+        assert buffer.node is not None
+        own = self.twins[buffer.node]
+        return value if buffer.kind is BufferKind.SUM else self._samples_of(own, value, part, step)
+
+    def _samples_of(self, node: Node, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
+        if part is None:
+            return value
+        assert isinstance(self.samples, Samples)
+        place = self.samples.places.get(node)
+        inner = 1 if place is None else step.resolve(place.inner)
+        return value if place is None else place.narrow(value, part.first, part.count, inner)
+
+    # ---- programs
+
+    def call(
+        self, kind: str, block: RowBlock, step: StepData, index: int, frame: Frame, inputs: Iterable[Buffer]
+    ) -> list[Any]:
+        """Run a program on one chunk.
+
+        Args:
+            kind: of the program.
+            index: of the chunk.
+            frame: what is held.
+            inputs: what of that goes into the program, in order.
+        """
+        extent, own = block.extent, step.of(block.part)
+        seed = step.seed + ((self.segment.index << 20) + index << 12)
+        args = self.numbers(extent, seed, own)
+        for buffer in inputs:
+            if buffer.kind is BufferKind.KEPT:
+                args += frame.kept[index]
+            else:
+                value = self.part_of(buffer, frame.tensors[buffer], block.part, step)
+                args.append(self.input(buffer, value, extent, own))
+        program = self.program(kind, extent, own, args)
+        if program.workspace is not None:
+            args.append(frame.workspace_of(program.workspace))
+        return program.run(*args)
+
+    def numbers(self, extent: Extent, seed: int, step: StepData) -> list[Any]:
+        """The numbers that a program is given for a chunk."""
+        return [*extent.sizes, seed, *(step.sizes[s] for s in self.programs.symbols)]
+
+    def input(self, buffer: Buffer, value: Tensor, extent: Extent, step: StepData) -> Tensor:
+        """What of a tensor a program is given for a chunk, as a view.
+
+        Only the dim of the sequence has another size: the rows of the chunk or its columns, as the kind of
+        the buffer says. Values without the sequence are handed over as they are.
+        """
+        assert buffer.node is not None
+        if buffer.kind in BY_ROWS:
+            return self.rows_of(self.twins[buffer.node], value, extent, step)
+        if buffer.kind in BY_COLUMNS:
+            return value.narrow(buffer.dim, extent.low, extent.columns)
+        return value
+
+    def program(self, kind: str, extent: Extent, step: StepData, args: list[Any]) -> Lowered:
+        """The program for a chunk; only the numbers at the front of `args` are looked at."""
+        plain = frozenset(m for m, own in self.model_masks.items() if own in step.plain)
+        try:
+            return self.programs.get(kind, plain, extent, args)
+        except PassError as error:
+            raise compile_error(error) from error
+
+    def rows_of(self, node: Node, value: Tensor, extent: Extent, step: StepData) -> Tensor:
+        """The rows of a chunk: a view of the whole value with fewer entries in the dim of the sequence."""
+        dim, axis = self.axis(node)
+        return narrow(value, dim, axis, extent.start, extent.rows, extent.total, step.resolve)
+
+    def view(self, node: Node, value: Tensor, block: RowBlock, step: StepData) -> Tensor:
+        """The rows of a block, as a view of the whole value with fewer entries in the dim of the sequence.
+
+        Where one dim holds rows merged with others, the view has three dims in its place: outer, rows, inner.
+        """
+        value, step = self._samples_of(node, value, block.part, step), step.of(block.part)
+        dim, axis = self.axis(node)
+        if not axis.simple:
+            sizes = (step.resolve(axis.outer), block.extent.total, step.resolve(axis.inner))
+            value, dim = value.unflatten(dim, sizes), dim + 1
+        return value.narrow(dim, block.extent.start, block.extent.rows)
+
+    def rows_behind(self, limits: list[int], node: Node, value: Tensor, step: StepData) -> Iterator[Tensor]:
+        """The rows of an output that do not count, of one sample (or all together) after the other.
+
+        Args:
+            limits: how many rows count, for each sample or for all.
+            value: the output, in its shape and dtype; what is yielded are views as of `view`.
+        """
+        total = step.total - self.segment.removed
+        for k, end in enumerate(limits):
+            if end < total:
+                part = SampleRange(k, 1) if len(limits) > 1 else None
+                yield self.view(node, value, RowBlock(Extent(total - end, 0, end, total), part), step)
+
+    def axis(self, node: Node) -> tuple[int, Axis]:
+        """The index of the dim that holds the rows of a value, and its axis."""
+        found = row_axis(self.facts, node)
+        assert found is not None
+        return found

@@ -1,0 +1,1 @@
+"""A schedule for people: its figures, as text, picture, page and program."""

@@ -1,0 +1,259 @@
+"""The programs of one distinct segment: one function for each kind of program and of chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ...passes.graph.facts import Mask, Reach
+from ...passes.graph.printing import Printer, fold
+from ...passes.s4_trace.program_inputs import SIZES, Extent
+from ...passes.s4_trace.vjp import Guards
+from ...passes.s6_schedule.build import is_half
+from ...passes.step.build import Way
+from ...passes.step.instructions import Buffer, BufferKind, Procedure, Run
+from ...runtime.segments.owned_buffers import OwnedBuffers
+from ...runtime.segments.segment_runner import SegmentRunner
+from ...runtime.segments.step_blocks import StepData
+from .body import Body, BodyPrinter, docstring, function
+from .context import Context
+from .names import Scope
+
+PURPOSE = {
+    "forward": "Outputs of a chunk; its state rows are written.",
+    "states": "The state rows of a chunk alone: the rebuild before a backward.",
+    "joint": "Recomputes and differentiates a chunk; gradients of parameters and states are added in place.",
+    "loss": "Values of a chunk and their gradients, in one sweep.",
+    "state_joint": "Differentiates the state rows of a chunk, once their gradient is complete.",
+}
+
+
+@dataclass
+class Variant:
+    """One printed program and the chunks that it is for."""
+
+    kind: str
+    condition: list[str]
+    body: Body
+    name: str = ""
+
+
+class SegmentCode:
+    """Names and programs of one distinct segment.
+
+    Args:
+        context: what is printed.
+        runner: the runner of the first segment of its kind.
+        label: prefix of the names of its functions.
+        one_sweep: it is a loss head whose gradient comes with its values.
+        trained: a gradient reaches its outputs.
+    """
+
+    def __init__(
+        self, context: Context, runner: SegmentRunner, label: str, one_sweep: bool, trained: bool
+    ) -> None:
+        self.context, self.runner, self.label = context, runner, label
+        self.segment, self.programs = runner.segment, runner.programs
+        self.one_sweep, self.trained = one_sweep, trained and runner.needs_grad
+        scope = Scope(context.globals.taken)
+        name = lambda nodes, form="{}": [scope.new(form.format(context.model.of(n))) for n in nodes]  # noqa: E731
+        states = [s.node for s in self.programs.states.values()]
+        self.rows, self.constants = name(self.segment.rows), name(self.segment.constants)
+        self.whole = name(self.segment.whole)
+        self.states, self.state_gradients = name(states, "{}_state"), name(states, "grad_{}_state")
+        self.outputs = name(self.segment.outputs)
+        self.cotangents = name(runner.diff_outputs, "grad_{}")
+        self.row_gradients = name(runner.diff_rows, "grad_{}")
+        self.accumulators = name(runner.diff_constants, "grad_{}")
+        # what is kept of each attention: its output and its log-sum-exp
+        keep = [n for n in self.segment.nodes if n in self._kept()]
+        self.saved = name([n for n in keep for _ in range(2)], "kept_{}")
+        self.kept = scope.new("kept") if self.saved else ""
+        self.names = self._names()
+        self.flags = {m: t.name for m in self.masks() if (t := context.plain[m]).answer is None}
+        self.variants: dict[tuple[str, bool], list[Variant]] = {}
+        for full in self.reaches():
+            self._make(full)
+
+    def _names(self) -> dict[Buffer, str]:
+        """What each buffer is called."""
+        named = {
+            BufferKind.ROWS: self.rows,
+            BufferKind.CONSTANT: self.constants,
+            BufferKind.WHOLE: self.whole,
+            BufferKind.STATE: self.states,
+            BufferKind.STATE_GRADIENT: self.state_gradients,
+            BufferKind.COTANGENT: self.cotangents,
+            BufferKind.SUM: self.accumulators,
+        }
+        pairs = [p for kind, own in named.items() for p in zip(self.programs.buffers(kind), own, strict=True)]
+        outputs = (Buffer(BufferKind.OUTPUT, n) for n in self.programs.segment.outputs)
+        gradients = (Buffer(BufferKind.GRADIENT, n) for n in self.programs.diff_rows)
+        return dict(
+            [
+                *pairs,
+                *zip(outputs, self.outputs, strict=True),
+                *zip(gradients, self.row_gradients, strict=True),
+            ]
+        )
+
+    def _kept(self) -> set[Node]:
+        twins = dict(zip(self.programs.segment.nodes, self.segment.nodes, strict=True))
+        return {twins[n] for n in self.programs.keep}
+
+    # ---- which programs there are
+
+    def masks(self) -> list[Mask]:
+        """Masks of the segment that may be plain causal, each once."""
+        return [m for m in dict.fromkeys(self.runner.masks) if m in self.context.plain]
+
+    def reaches(self) -> list[bool]:
+        """Whether rows may read all rows: False, True, or both where the data decides it."""
+        if self.segment.reach is Reach.FULL:
+            return [True]
+        answers = [self.context.open[m].answer for m in self.masks()]
+        if False in answers:
+            return [True]
+        return [False, True] if None in answers and not self.segment.chained else [False]
+
+    def procedure(self, name: str, full: bool = False) -> Procedure:
+        """A part of the segment's step, as it is printed: nothing is written over."""
+        return self.programs.procedure(name, Way(full, half=is_half(self.segment)))
+
+    def _runs(self, full: bool) -> list[Run]:
+        """The calls of programs, in the order in which the programs are printed."""
+        parts = ["loss"] if self.one_sweep else ["forward", *(["backward"] if self.trained else [])]
+        found = {r.program: r for part in parts for _, r in self.procedure(part, full).runs()}
+        return [found[kind] for kind in PURPOSE if kind in found]
+
+    def _make(self, full: bool) -> None:
+        choices: list[frozenset[Mask]] = [frozenset()]
+        for mask in self.masks():
+            answer = self.context.plain[mask].answer
+            if answer:
+                choices = [c | {mask} for c in choices]
+            elif answer is None and not full:
+                choices = [d for c in choices for d in (c | {mask}, c)]
+        for run in self._runs(full):
+            kind = run.program
+            found = self.variants.setdefault((kind, full), [])
+            for plain in choices:
+                step = self.step(plain, full)
+                for extent in self.runner.extents(step):
+                    self._add(found, kind, extent.own() if run.own else extent, step)
+            self._name(kind, full, found)
+
+    def step(self, plain: frozenset[Mask], full: bool) -> StepData:
+        """A step of the sizes of the sample, with these masks plain; `full`: each row may read all rows."""
+        every = frozenset(self.masks() if full else ())
+        chunks = self.context.rows, self.context.loss_rows
+        sizes, tokens = self.context.values, self.context.tokens
+        return StepData(sizes, tokens, 2**40, OwnedBuffers(), *chunks, plain=plain, full=every)
+
+    def _add(self, found: list[Variant], kind: str, extent: Extent, step: StepData) -> None:
+        """Print the program of a chunk, unless it is there."""
+        lowered = self.runner.program(kind, extent, step, self.runner.numbers(extent, step.seed, step))
+        traces = (t for ts in self.programs.traces.values() for t in ts)
+        guards = next(t.guards for t in traces if any(p is lowered for p in t.lowered.values()))
+        assert isinstance(guards, Guards)
+        named = {str(s): n for s, n in self.context.symbols.items()}
+        printer = Printer({s: named.get(n, n) for s, n in guards.names.items()}, self.context.device)
+        condition = self._condition(extent, step, printer, guards)
+        if any(v.condition == condition for v in found):
+            return
+        graph = lowered.module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        inputs = dict(zip(placeholders, self.inputs(kind, extent.full), strict=True))
+        scope = Scope([*self.context.globals.taken, *inputs.values()])
+        body = BodyPrinter(graph, printer, self.context.model, scope, inputs).print()
+        found.append(Variant(kind, condition, body))
+
+    def _condition(self, extent: Extent, step: StepData, printer: Printer, guards: Guards) -> list[str]:
+        """When a program is the right one: lengths of 0 and 1, assumptions of its trace, plain masks."""
+        tests = []
+        for name, special in zip(("rows", "prefix", "total"), extent.pattern, strict=False):
+            if special is not None:
+                tests.append(f"{name} == {special}")
+            elif not (name == "total" and extent.rows > 1):
+                tests.append(f"{name} > 1")
+        for symbol in self.programs.symbols:
+            value, name = step.sizes[symbol], self.context.symbols[symbol]
+            tests.append(f"{name} == {value}" if value in (0, 1) else f"{name} > 1")
+        tests += [printer.size(g) for g in guards.conditions()]
+        return tests + [n if m in step.plain else f"not {n}" for m, n in self.flags.items()]
+
+    def _name(self, kind: str, full: bool, variants: list[Variant]) -> None:
+        """Names of the functions; programs that read alike are one function."""
+        base = f"{self.label}_{kind}_chunk{'_of_all_rows' if full else ''}"
+        known: dict[tuple, str] = {}
+        for variant in variants:
+            text = (tuple(variant.body.lines), tuple(variant.body.results), variant.body.refused)
+            if text not in known:
+                words = [w for w, c in WORDS.items() if c in variant.condition]
+                words += ["plain" for n in self.flags.values() if n in variant.condition][:1]
+                known[text] = self.context.globals.new("_".join([base, *words]))
+            variant.name = known[text]
+
+    # ---- text
+
+    def used(self, name: str) -> bool:
+        """True if some program reads an input."""
+        return any(name in self.parameters(kind, full) for kind, full in self.variants)
+
+    @property
+    def seeded(self) -> bool:
+        """True if some program draws random numbers."""
+        return self.used("seed")
+
+    def whole_used(self) -> list[tuple[Node, str]]:
+        """Whole values that some program reads, with the names they have here."""
+        pairs = zip(self.segment.whole, self.whole, strict=True)
+        return [(node, name) for node, name in pairs if self.used(name)]
+
+    def inputs(self, kind: str, full: bool) -> list[str]:
+        """Names of a program's inputs, in order."""
+        slots = self.programs.slots(kind, kept=not full and self.programs.reads_kept(kind))
+        names = [*SIZES, "seed", *(self.context.symbols[s] for s in slots.symbols)]
+        for buffer in slots.tensors:
+            names += self.saved if buffer.kind is BufferKind.KEPT else [self.names[buffer]]
+        return names
+
+    def parameters(self, kind: str, full: bool) -> list[str]:
+        """Inputs that some program of a kind reads."""
+        bodies = [v.body for v in self.variants[kind, full]]
+        return [n for n in self.inputs(kind, full) if any(b.reads(n) or b.refused for b in bodies)]
+
+    def chooser(self, kind: str, full: bool) -> str:
+        """Name of the function that finds the program of a kind."""
+        return f"{self.label}_{kind}{'_of_all_rows' if full else ''}_program"
+
+    def chooser_parameters(self) -> list[str]:
+        """Names of what that function is given: sizes of the chunk, and answers about the masks."""
+        others = [self.context.symbols[s] for s in self.programs.symbols]
+        return ["rows", "prefix", "total", *others, *self.flags.values()]
+
+    def functions(self) -> list[str]:
+        """All programs, and for each kind the function that finds the right one."""
+        texts = []
+        for (kind, full), variants in self.variants.items():
+            parameters, printed = self.parameters(kind, full), set()
+            for variant in variants:
+                if variant.name not in printed:
+                    printed.add(variant.name)
+                    note = f"{PURPOSE[kind]} For {' and '.join(variant.condition)}."
+                    texts.append(function(variant.name, parameters, note, variant.body))
+            texts.append(self._choose(kind, full, variants))
+        return texts
+
+    def _choose(self, kind: str, full: bool, variants: list[Variant]) -> str:
+        lines = fold(0, f"def {self.chooser(kind, full)}(", self.chooser_parameters(), "):")
+        lines += docstring("The program for a chunk of these sizes.")
+        for variant in variants:
+            lines += fold(4, f"if {' and '.join(variant.condition)}:", [], "")
+            lines.append(f"        return {variant.name}")
+        lines.append("    raise no_program(rows, prefix, total)")
+        return "\n".join(lines)
+
+
+WORDS = {"first": "prefix == 0", "of_one_row": "rows == 1"}

@@ -1,0 +1,223 @@
+"""The sweeps of a segment: its programs, chunk by chunk, forwards and in reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...passes.graph.facts import Axis, shape_of, tensors_of
+from ...passes.graph.printing import fold
+from ...passes.s6_schedule.build import is_half
+from ...passes.step.instructions import (
+    BY_COLUMNS,
+    BY_ROWS,
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Instruction,
+    Keep,
+    Normalize,
+    Over,
+    Round,
+    Run,
+    Scale,
+    WriteRows,
+)
+from .body import docstring, returned, targets
+from .programs import SegmentCode
+
+
+class Sweeps:
+    """The functions that run one distinct segment.
+
+    Args:
+        code: its programs.
+        numbers: which segments they serve, in words.
+    """
+
+    def __init__(self, code: SegmentCode, numbers: str) -> None:
+        self.code, self.numbers = code, numbers
+        self.context, self.runner, self.segment = code.context, code.runner, code.segment
+        self.size = self.context.printer.size
+
+    def functions(self) -> list[str]:
+        """The procedures of the segment, one function each; of a loss, sweep and scaling together."""
+        if self.code.one_sweep:
+            return [self._loss()]
+        texts = []
+        for full in self.code.reaches():
+            texts.append(self._forward(full))
+            if self.code.trained:
+                texts.append(self._backward(full))
+        return texts
+
+    # ---- names
+
+    def name(self, what: str, full: bool = False) -> str:
+        """Name of a sweep: "forward", "backward" or "loss"."""
+        return f"{self.code.label}_{what}{'_of_all_rows' if full else ''}"
+
+    def parameters(self, cotangents: bool = False) -> list[str]:
+        """Names of the parameters of a sweep; `cotangents`: with the gradients, and what was kept."""
+        code = self.code
+        first = [*code.cotangents, *([code.kept] if code.saved else [])] if cotangents else []
+        names = [*first, *code.rows, *code.constants]
+        names += [name for _, name in code.whole_used()]
+        seed = ["seed"] if code.seeded else []
+        return [*names, *self.context.symbols.values(), *seed, *code.flags.values()]
+
+    # ---- instructions
+
+    def _head(self, name: str, parameters: list[str], document: str) -> list[str]:
+        lines = [*fold(0, f"def {name}(", parameters, "):"), *docstring(document)]
+        removed = f" - {self.segment.removed}" if self.segment.removed else ""
+        return [*lines, f"    total = T{removed}"]
+
+    def _print(self, body: Iterable[Instruction], full: bool) -> list[str]:
+        """The instructions, in order."""
+        lines: list[str] = []
+        for instruction in body:
+            if isinstance(instruction, Allocate):
+                lines += self._allocate(instruction)
+            elif isinstance(instruction, Chunks) and instruction.over is not Over.NOT_COUNTED:
+                lines += self._chunks(instruction, full)
+            elif isinstance(instruction, Free):
+                lines.append(f"    del {self.code.names[instruction.buffer]}")
+            elif isinstance(instruction, Normalize):
+                lines += self._normalize(self.code.names[instruction.buffer])
+            elif isinstance(instruction, Scale) and is_half(self.segment):
+                lines.append(f"    {self.code.names[instruction.buffer]}.mul_(unit)")
+            elif isinstance(instruction, Round):
+                lines += self._round(instruction.buffer)
+        return lines
+
+    def _allocate(self, instruction: Allocate) -> list[str]:
+        buffer, name = instruction.buffer, self.code.names[instruction.buffer]
+        assert buffer.node is not None
+        dtype = tensors_of(buffer.node)[0].dtype
+        own = self.runner.sum_dtype(buffer, dtype)
+        if buffer.kind is BufferKind.SUM:
+            of = self.code.names[Buffer(BufferKind.CONSTANT, buffer.node)]
+            return [f"    {name} = torch.zeros_like({of}{f', dtype={own}' if own != dtype else ''})"]
+        like = [*self.code.rows, *self.code.constants][0]
+        shape = "[" + ", ".join(self.size(s) for s in shape_of(buffer.node)) + "]"
+        function = "zeros" if instruction.zero else "empty"
+        lines = fold(4, f"{name} = torch.{function}(", [shape, f"dtype={own}", f"device={like}.device"], ")")
+        first = buffer.kind is BufferKind.STATE and name == self.code.states[0]
+        return ["    # the state: what later chunks read of this one", *lines] if first else lines
+
+    def _chunks(self, loop: Chunks, full: bool) -> list[str]:
+        chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
+        found = f"enumerate(chunks(total, {chunk}))"
+        chunks = f"reversed(list({found}))" if loop.reverse else found
+        lines = [f"    for index, (start, rows) in {chunks}:"]
+        for instruction in loop.body:
+            if isinstance(instruction, Run):
+                lines += [*self._extent(full, instruction.own), *self._run(instruction, full)]
+            elif isinstance(instruction, WriteRows):
+                lines.append(self._write(instruction))
+            elif isinstance(instruction, Keep):
+                lines.append(f"        {self.code.kept}.append(({', '.join(self.code.saved)}))")
+        return lines
+
+    def _extent(self, full: bool, own: bool) -> list[str]:
+        """The columns of a chunk, as the runtime chooses them."""
+        low, comment = ("0", "") if self.segment.mixings and not own else ("start", "")
+        if not own and self.segment.window is not None and not full:
+            window = int(self.segment.window)
+            low, comment = f"max(0, start - {window - 1})", f"  # a window of {window} rows"
+        lines = [f"        low = {low}{comment}", "        prefix = start - low"]
+        if self.code.states:
+            lines.append(f"        columns = {'total' if full and not own else 'prefix + rows'}")
+        return lines
+
+    def _run(self, instruction: Run, full: bool) -> list[str]:
+        """Find the program for the chunk and call it."""
+        code, kind = self.code, instruction.program
+        values = {n: n for n in code.inputs(kind, full)}
+        values |= {n: f"{code.kept}[index][{k}]" for k, n in enumerate(code.saved)}
+        values["seed"] = "seed + (index << 12)"
+        values |= {code.names[b]: self._given(b) for b in instruction.inputs if b.node is not None}
+        results: list[str] = []
+        for buffer in instruction.results:
+            results += code.saved if buffer.kind is BufferKind.KEPT else [f"chunk_{code.names[buffer]}"]
+        lines = fold(8, f"program = {code.chooser(kind, full)}(", code.chooser_parameters(), ")")
+        target = f"{targets(results)} = " if results else ""
+        arguments = [values[n] for n in code.parameters(kind, full)]
+        return [*lines, *fold(8, f"{target}program(", arguments, ")")]
+
+    def _given(self, buffer: Buffer) -> str:
+        """What of a tensor goes into a program."""
+        name = self.code.names[buffer]
+        if buffer.kind in BY_COLUMNS:
+            return f"{name}.narrow({buffer.dim}, low, columns)"
+        if buffer.kind not in BY_ROWS:
+            return name
+        dim, axis, sizes = self._axis(buffer)
+        rows = f"rows_of({name}, {dim}, {sizes}, start, rows)"
+        return f"{name}.narrow({dim}, start, rows)" if axis.simple else rows
+
+    def _write(self, instruction: WriteRows) -> str:
+        name, add = self.code.names[instruction.buffer], instruction.add
+        dim, axis, sizes = self._axis(instruction.buffer)
+        if axis.simple:
+            return f"        {name}.narrow({dim}, start, rows).{'add_' if add else 'copy_'}(chunk_{name})"
+        return f"        {'add' if add else 'write'}_rows({name}, {dim}, {sizes}, start, chunk_{name})"
+
+    def _axis(self, buffer: Buffer) -> tuple[int, Axis, str]:
+        """The dim of the rows; and, where others are merged with them, the sizes."""
+        assert buffer.node is not None
+        dim, axis = self.runner.axis(self.runner.twins[buffer.node])
+        return dim, axis, f"{self.size(axis.outer)}, total, {self.size(axis.inner)}"
+
+    def _normalize(self, name: str) -> list[str]:
+        return [
+            "    # float16: the coefficients of a mean are so small that gradients would vanish",
+            f"    unit = power_of_two_above({name})",
+            f"    {name} = {name} / unit",
+        ]
+
+    def _round(self, buffer: Buffer) -> list[str]:
+        """A sum in a wider dtype, in the dtype of what it is the gradient of."""
+        assert buffer.node is not None
+        name, dtype = self.code.names[buffer], tensors_of(buffer.node)[0].dtype
+        note = "  # written over the sum where it is added to a gradient that the parameter has"
+        if self.runner.sum_dtype(buffer, dtype) == dtype:
+            return []
+        return [f"    {name} = {name}.to({dtype}){note if name == self.code.accumulators[0] else ''}"]
+
+    # ---- procedures
+
+    def _forward(self, full: bool) -> str:
+        code = self.code
+        lines = self._head(self.name("forward", full), self.parameters(), f"{self.numbers}, forwards.")
+        lines += [f"    {code.kept} = []"] if code.saved else []
+        lines += self._print(self.code.procedure("forward", full).body, full)
+        return "\n".join([*lines, *returned([*code.outputs, *([code.kept] if code.saved else [])])])
+
+    def _backward(self, full: bool) -> str:
+        code = self.code
+        note = f"{self.numbers}, backwards: gradients of its streamed inputs, then of its parameters."
+        lines = self._head(self.name("backward", full), self.parameters(cotangents=True), note)
+        for buffer in self.runner.programs.buffers(BufferKind.COTANGENT) if len(code.cotangents) > 1 else ():
+            lines.append(f"    if {code.names[buffer]} is None:")
+            lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True))]
+        lines += [f"    {n} = {n}.contiguous()" for n in code.cotangents]
+        lines += self._print(self.code.procedure("backward", full).body, full)
+        return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
+
+    def _loss(self) -> str:
+        """Values and gradients in one sweep; what the loss is made of is linear in the values."""
+        code = self.code
+        note = (
+            f"{self.numbers}: the values by rows, and all gradients for a unit gradient of the loss, in one "
+            "sweep. The loss is linear in the values, so its derivative at zero is its derivative."
+        )
+        lines = self._head(self.name("loss"), [*self.parameters(), "loss_of"], note)
+        (output,), (rows, *rest) = code.outputs, code.procedure("loss").body
+        lines += self._print([rows], False)
+        lines += [f"    ({code.cotangents[0]},) = differentiate(loss_of, [{output}], [0])"]
+        lines += [f"    {code.cotangents[0]} = {code.cotangents[0]}.contiguous()"]
+        lines += self._print([*rest, *code.procedure("scaling").body], False)
+        return "\n".join([*lines, *returned([output, *code.row_gradients, *code.accumulators])])

@@ -1,0 +1,67 @@
+"""One sweep where the epilogue is linear in the rows, two where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import OneLayer, facts_of
+from torch import Tensor
+
+from streambp_fx.passes.graph.facts import Kind
+from streambp_fx.passes.s2_prove.linear_loss import is_linear
+
+
+def log_probabilities(model: OneLayer, ids: Tensor) -> Tensor:
+    logits = model(ids).float()
+    return -F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
+
+
+LINEAR = {
+    "mean": lambda rows, ids: -rows.mean(),
+    "masked mean": lambda rows, ids: -(rows * (ids > 3)).sum() / (ids > 3).sum(),
+    "row by row, whatever it is": lambda rows, ids: (rows.square() - rows.exp() * rows).mean(),
+    "weights and shift": lambda rows, ids: ((1 - rows) * ids.float())[:, 1:].sum() * 0.3,
+}
+NOT_LINEAR = {
+    "square of a sum": lambda rows, ids: rows.sum(1).square().mean(),
+    "sigmoid of a difference": lambda rows, ids: -F.logsigmoid(rows[0].sum() - rows[1].sum()),
+    "quotient": lambda rows, ids: rows.sum() / (1 + rows.sum().abs()),
+}
+
+
+@pytest.mark.parametrize("name, expected", [*((n, True) for n in LINEAR), *((n, False) for n in NOT_LINEAR)])
+def test_linearity(name: str, expected: bool) -> None:
+    torch.manual_seed(0)
+    model = OneLayer(lambda m, x: x)
+    objective = {**LINEAR, **NOT_LINEAR}[name]
+    facts = facts_of(lambda ids: objective(log_probabilities(model, ids), ids), torch.randint(0, 11, (2, 13)))
+    (target,) = next(n for n in facts.nodes if n.op == "output").args[0]
+    assert facts.kinds[target] is Kind.REDUCED
+    assert is_linear(facts, facts.segments[-1].outputs, target) is expected
+
+
+@pytest.mark.parametrize(
+    "objective, expected",
+    [
+        (lambda rows, ids: rows.to(torch.int64).double().mean() + rows.mean(), False),
+        (lambda rows, ids: (ids.double() / rows).mean(), False),
+        (lambda rows, ids: (rows / rows.sum()).mean(), False),
+        (lambda rows, ids: rows[rows > 1].mean(), False),
+        (lambda rows, ids: (rows / ids.double().sum()).float().mean(), True),
+        (lambda rows, ids: torch.stack([rows[0], rows[1] * 2]).flatten()[3:].sum(), True),
+    ],
+)
+def test_steps(objective: Any, expected: bool) -> None:
+    torch.manual_seed(0)
+    model = OneLayer(lambda m, x: x).double()
+
+    def both(ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = log_probabilities(model, ids).double()
+        return rows, objective(rows, ids)
+
+    facts = facts_of(both, torch.randint(0, 11, (2, 13)))
+    rows, target = next(n for n in facts.nodes if n.op == "output").args[0]
+    assert is_linear(facts, [rows], target) is expected

@@ -1,0 +1,163 @@
+"""Cuts lie where little is alive; masks decide how far rows reach; identical layers share programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import OneLayer, facts_of, one_layer
+from torch import Tensor, nn
+
+from streambp_fx.passes.graph.facts import Reach, shape_of
+from streambp_fx.passes.s4_trace.carried_state import find_states
+
+aten = torch.ops.aten
+
+
+def attend(model: OneLayer, x: Tensor, **options: object) -> Tensor:
+    q, k, v = model.heads(x)
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)  # type: ignore[arg-type]
+
+
+def positions(x: Tensor) -> tuple[Tensor, Tensor]:
+    position = torch.arange(x.shape[1])
+    return position[:, None], position[None, :]
+
+
+def masked(predicate):
+    return lambda m, x: attend(m, x, attn_mask=predicate(*positions(x)))
+
+
+@pytest.mark.parametrize(
+    "body, reach, window",
+    [
+        (lambda m, x: attend(m, x, is_causal=True), Reach.CAUSAL, None),
+        (lambda m, x: attend(m, x), Reach.FULL, None),
+        (masked(lambda i, j: j <= i), Reach.CAUSAL, None),
+        (masked(lambda i, j: (j <= i) & (j > i - 5)), Reach.WINDOW, 5),
+        (masked(lambda i, j: (j <= i) & (i // 4 == j // 4)), Reach.CAUSAL, None),
+        (masked(lambda i, j: j <= i + 1), Reach.FULL, None),
+        (masked(lambda i, j: j >= i), Reach.FULL, None),
+        (masked(lambda i, j: (j <= i) | (j < 3)), Reach.FULL, None),
+    ],
+    ids=["causal", "none", "mask", "window", "blocks", "one ahead", "backwards", "prefix"],
+)
+def test_reach(body: object, reach: Reach, window: int | None) -> None:
+    facts = one_layer(body)  # type: ignore[arg-type]
+    layer = facts.segments[1]
+    assert layer.chunked and layer.mixings
+    found = layer.reach if not (layer.reach is Reach.WINDOW and layer.window is None) else Reach.CAUSAL
+    if window is None and reach is Reach.CAUSAL:
+        assert found in (Reach.CAUSAL, Reach.WINDOW)  # a block of 4 is a window as well
+    else:
+        assert (found, layer.window) == (reach, window)
+
+
+@pytest.mark.parametrize(
+    "hidden, reach",
+    [
+        (lambda i, j: j > i, Reach.CAUSAL),
+        (lambda i, j: ~(j <= i), Reach.CAUSAL),
+        (lambda i, j: (j > i) | (j <= i - 5), Reach.WINDOW),
+        (lambda i, j: j <= i, Reach.FULL),
+        (lambda i, j: j > i + 1, Reach.FULL),
+        (lambda i, j: (j > i) & (j > 3), Reach.FULL),
+    ],
+    ids=["later", "not earlier", "later or too early", "earlier", "all but the next", "later but for three"],
+)
+def test_scores_that_are_filled_with_minus_infinity(hidden: object, reach: Reach) -> None:
+    """The mask of `masked_fill` is true where nothing may be read."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        q, k, v = model.heads(x)
+        scores = (q @ k.transpose(2, 3)).masked_fill(hidden(*positions(x)), float("-inf"))  # type: ignore[operator]
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    layer = one_layer(body).segments[1]
+    assert layer.chunked and layer.reach is reach
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(
+            [OneLayer(lambda m, x: attend(m, x, is_causal=True)) for _ in range(layers)]
+        )
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer.out(layer.body(layer, x))
+        return F.cross_entropy(self.head(x).view(-1, 11), labels.view(-1))
+
+
+def stack(layers: int):
+    ids = torch.randint(0, 11, (2, 13))
+    return facts_of(Stack(layers), ids, ids.clone(), length_dims=(1, 1))
+
+
+def test_one_segment_a_layer_and_identical_ones_share_a_signature() -> None:
+    facts = stack(5)
+    kinds = [s.kind for s in facts.segments]
+    assert kinds == ["whole", *["layer"] * 5, "rows"]
+    assert len({s.signature for s in facts.segments}) == 3
+    assert all(len(s.rows) == 1 for s in facts.segments[1:])
+
+
+def test_frozen_parameters_make_another_signature() -> None:
+    model = Stack(3)
+    model.layers[1].query.weight.requires_grad_(False)
+    ids = torch.randint(0, 11, (2, 13))
+    facts = facts_of(model, ids, ids.clone(), length_dims=(1, 1))
+    first, second, third = (s.signature for s in facts.segments[1:4])
+    assert first == third != second
+
+
+def test_the_loss_is_in_the_epilogue_and_the_logits_are_not_stored() -> None:
+    facts = stack(2)
+    """The head ends with one number a row; what follows is the reduction."""
+    (stored,) = facts.segments[-1].outputs
+    assert [s != 1 for s in shape_of(stored)].count(True) == 1
+    assert aten.cross_entropy_loss.default in {n.target for n in facts.segments[-1].nodes}
+    assert {n.target for n in stored.users} == {aten.nll_loss_nd.default}
+
+
+def test_the_state_is_cut_before_heads_are_repeated() -> None:
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        q, k, v = model.heads(x, 4)
+        k, v = (t[:, :2].repeat_interleave(2, 1) for t in (k, v))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (q @ k.transpose(2, 3)).masked_fill(~mask, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    facts = one_layer(body)
+    states = find_states(facts, facts.segments[1])
+    assert [int(s.node.meta["val"].shape[1]) for s in states] == [2, 2]
+
+
+def test_grouped_heads_are_handed_to_the_kernel() -> None:
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        q, k, v = model.heads(x, 4)
+        b, _, t, d = q.shape
+        k, v = (z[:, :2, None].expand(b, 2, 2, t, d).reshape(b, 4, t, d) for z in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    facts = one_layer(body)
+    (node,) = facts.mixings
+    assert node.kwargs["enable_gqa"] and int(node.args[1].meta["val"].shape[1]) == 2
+
+
+def test_rows_sliced_before_the_loss_make_a_sequence_of_their_own() -> None:
+    class Shifted(Stack):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = x + layer.out(layer.body(layer, x))
+            logits = self.head(x).float()[:, :-1]
+            return F.cross_entropy(logits.reshape(-1, 11), labels[:, 1:].reshape(-1))
+
+    ids = torch.randint(0, 11, (2, 13))
+    facts = facts_of(Shifted(2), ids, ids.clone(), length_dims=(1, 1))
+    assert all(s.chunked for s in facts.segments)
+    assert facts.segments[-1].removed == 1 and facts.segments[1].removed == 0
