@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from .errors import CaptureError, UnknownPassError
 from .explain import _Explained, _prepared
 from .options import Options
 from .passes.graph.facts import CapturedGraph, Facts
-from .passes.graph.pass_log import masks_text, observed, program_text
+from .passes.pipeline.log import masks_text, observed, program_text
+from .passes.s5_lower.lower import PROGRAM_PASSES, Lowering
+from .passes.s6_schedule.transforms import STEP_PASSES, Scheduling
 from .schedule import Schedule
 
 
@@ -24,7 +27,8 @@ class PassRecord:
 
     Attributes:
         name: of the pass.
-        ops: in the program after it.
+        ops: in the program after it; of a pass over chunk programs, in all of them together; of one over the
+            step, its instructions.
         seconds: that it took. The masks are proved in the pass before them, so theirs are 0.
         text: the program after it; of "masks", what was proved of them.
     """
@@ -79,8 +83,8 @@ class Trace:
         return diff(self.after(before), self.after(after), before, after)
 
     def __str__(self) -> str:
-        lines = [f"{'pass':<12}{'ops':>6}{'seconds':>10}"]
-        lines += [f"{p.name:<12}{p.ops:>6}{p.seconds:>10.2f}" for p in self.passes]
+        lines = [f"{'pass':<24}{'ops':>6}{'seconds':>10}"]
+        lines += [f"{p.name:<24}{p.ops:>6}{p.seconds:>10.2f}" for p in self.passes]
         return "\n".join(lines)
 
 
@@ -117,7 +121,30 @@ def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto",
     schedule = found[-1]
     if schedule.facts.sequence is not None:
         schedule.seq_len = schedule.facts.values[schedule.facts.sequence]
-    return Trace(tuple(records), schedule)
+    return Trace((*records, *_below(schedule)), schedule)
+
+
+def _below(schedule: Schedule) -> list[PassRecord]:
+    """The passes over chunk programs, all programs together, and those over the step."""
+    ops: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    texts: dict[str, list[str]] = {}
+
+    def observe(name: str, result: Lowering | Scheduling, took: float) -> None:
+        if isinstance(result, Scheduling):
+            ops[name] += len(list(result.program.instructions()))
+        else:
+            ops[name] += sum(n.op == "call_function" for n in result.module.graph.nodes)
+        seconds[name] += took  # type: ignore[assignment]
+        texts.setdefault(name, []).append(str(result))
+
+    with observed(observe):
+        if schedule.segments:
+            schedule.code()
+            schedule.program  # noqa: B018  (is made when it is asked for)
+    names = [*(p.name for p in PROGRAM_PASSES), *(p.name for p in STEP_PASSES)]
+    order = [n for n in names if n in texts]
+    return [PassRecord(n, ops[n], float(seconds[n]), "\n\n".join(texts[n])) for n in order]
 
 
 def diff(before: str, after: str, before_name: str = "before", after_name: str = "after") -> str:

@@ -20,7 +20,7 @@ MOST_FILES = 15  # of a folder, its `__init__.py` not counted
 # says what people import. A name stands for the room and for the rooms in it that are not named themselves.
 LAYERS = [
     *("errors", "units", "versions"),
-    *("passes.graph", "passes.cost", "passes.rules", "passes.masks", "passes.step"),
+    *("passes.graph", "passes.pipeline", "passes.cost", "passes.rules", "passes.masks", "passes.step"),
     *("passes.s1_capture", "passes.s2_prove", "passes.s3_cut", "passes.s4_trace", "passes.s5_lower"),
     "passes.s6_schedule",
     *("passes", "options", "runtime.segments", "runtime", "cost", "auto_executor"),

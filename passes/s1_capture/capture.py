@@ -96,7 +96,8 @@ def capture(
     refuse_strides(traced.graph.nodes)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
         return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True), meta_as)
-    result = CapturedGraph(traced, autocast=is_autocast_on(traced))
+    placeless = any(isinstance(v, torch.Tensor) and v.is_meta for v in example_inputs)
+    result = CapturedGraph(traced, autocast=is_autocast_on(traced), placeless=placeless)
     result.guards = [guard.expr for guard in mode.shape_env.guards]
     result.values = table.values()
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]

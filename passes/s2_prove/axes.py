@@ -43,6 +43,7 @@ def axes(captured: CapturedGraph) -> Facts:
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     facts.written, facts.laid_out = captured.written, captured.laid_out
+    facts.placeless = captured.placeless
     context, gradients = RuleContext(facts), GradientEdges(facts.values)
     for node in facts.nodes:
         if node.op == "output":
@@ -62,6 +63,18 @@ def axes(captured: CapturedGraph) -> Facts:
     _refuse_numbers(facts)
     _refuse_opaque_weights(facts)
     _refuse_functional_forms(facts)
+    return facts
+
+
+def check_sequence(facts: Facts) -> Facts:
+    """Nothing that is asked of fake tensors may make a constant of the sequence length.
+
+    Raises:
+        RuntimeError: it did, and the other passes would take the length of one call for that of all.
+    """
+    inputs = [n for n in facts.nodes if n.op == "placeholder" and tensors_of(n)]
+    if facts.sequence is not None and not any(facts.carries(n) for n in inputs):
+        raise RuntimeError("the sequence length has become a constant")
     return facts
 
 

@@ -14,7 +14,7 @@ from ..graph.facts import Facts, Kind, operands
 from .segment import is_product, row_bytes
 
 
-def outputs(facts: Facts, logits: str) -> Facts:
+def lazy_outputs(facts: Facts, logits: str) -> Facts:
     """Take such values off the graph's outputs; `facts.lazy` keeps their positions.
 
     Args:

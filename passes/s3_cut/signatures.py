@@ -12,7 +12,7 @@ from ..graph.facts import Facts, Kind, Segment, tensors_of
 from .segment import closure
 
 
-def share(facts: Facts) -> Facts:
+def signatures(facts: Facts) -> Facts:
     """Give each segment its signature. One linear scan over the nodes."""
     for piece in facts.segments:
         piece.signature = signature(facts, piece)

@@ -16,7 +16,7 @@ from ..graph.facts import Facts, Kind, operands
 from .segment import row_bytes
 
 
-def order(facts: Facts) -> Facts:
+def widen_late(facts: Facts) -> Facts:
     """Move each widening op, and what it needs, to just before its first reader; `facts.nodes` follow."""
     graph = facts.module.graph
     position = {n: Fraction(k) for k, n in enumerate(graph.nodes)}

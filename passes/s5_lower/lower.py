@@ -18,12 +18,14 @@ from torch.fx import Graph, GraphModule, Node
 from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something, written_operands
 from ..graph.purity import is_impure
+from ..pipeline.runner import Pass, run_passes
+from ..pipeline.verifier import verify_program
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
 from .rematerialize import rematerialize, typical
 from .reorder import reorder
 from .simplify import simplify
 from .workspace import into_workspace, widest_product
-from .write_in_place import write_in_place
+from .write_in_place import Lifetimes, write_in_place
 
 aten = torch.ops.aten
 
@@ -51,49 +53,125 @@ class Lowered:
         return None if self.product is None else tensors_of(self.product)[0].dtype
 
 
-def lower(
-    module: GraphModule,
-    accumulators: int,
-    names: list[str],
-    body: str = "eager",
-    fakes: Sequence[Any] = (),
-    swept: bool = False,
-    sizes: Mapping[sympy.Symbol, str] | None = None,
-    window: int | None = None,
-) -> Lowered:
-    """Turn a traced program into a runnable one.
+@dataclass(frozen=True)
+class LoweringSettings:
+    """How a traced program is made runnable.
 
-    Args:
-        module: graph whose last `accumulators` outputs are gradients and whose last `accumulators`
-            inputs are the buffers they are added to.
+    Attributes:
+        title: what it is, for people.
+        accumulators: its last so many outputs are gradients, and its last so many inputs the buffers that
+            they are added to.
         names: readable names of the inputs.
         body: "eager" or "inductor".
-        fakes: the inputs that the program was traced with (for Inductor).
+        fakes: the inputs that it was traced with (for Inductor).
         swept: the caller keeps memory for the widest product (eager kernels only).
         sizes: names of the size symbols.
         window: how many rows a row reads at most, where that is known.
     """
-    graph = module.graph
-    _drop_assertions(graph)
-    if accumulators:
-        _accumulate(graph, accumulators)
-    graph.eliminate_dead_code(is_impure_node=is_impure)
-    if body == "eager":  # Inductor fuses elementwise ops and plans its buffers itself
-        simplify(graph)
-        reorder(graph)
-        rematerialize(graph, typical(sizes or {}, window))
-        lifetimes = write_in_place(graph)
-        product = widest_product(graph, lifetimes) if swept else None
-        _copy_what_is_no_view(graph)
-    for node, name in zip([n for n in graph.nodes if n.op == "placeholder"], names, strict=True):
+
+    title: str
+    accumulators: int
+    names: Sequence[str]
+    body: str = "eager"
+    fakes: Sequence[Any] = ()
+    swept: bool = False
+    sizes: Mapping[sympy.Symbol, str] = field(default_factory=dict)
+    window: int | None = None
+
+    @property
+    def eager(self) -> bool:
+        """Inductor fuses elementwise ops and plans its buffers itself."""
+        return self.body == "eager"
+
+
+@dataclass
+class Lowering:
+    """A program that is being lowered.
+
+    Attributes:
+        title: what it is, for people.
+        lifetimes: of its values, once it is known what lies where.
+        product: whose memory is given to each call again.
+    """
+
+    module: GraphModule
+    title: str
+    lifetimes: Lifetimes | None = None
+    product: Node | None = None
+
+    def __str__(self) -> str:
+        return f"# {self.title}\n{self.module.graph.python_code('self').src}"
+
+
+def lower(module: GraphModule, settings: LoweringSettings) -> Lowered:
+    """Turn a traced program into a runnable one.
+
+    Args:
+        module: the program, which is changed.
+
+    Raises:
+        PassError: a pass failed.
+    """
+    inputs = len(module.graph.find_nodes(op="placeholder"))
+    outputs = len(module.graph.output_node().args[0]) - settings.accumulators  # type: ignore[arg-type]
+
+    def verify(one: ProgramPass, lowering: Lowering) -> None:
+        verify_program(lowering.module.graph, inputs, outputs)
+
+    lowering = run_passes(PROGRAM_PASSES, Lowering(module, settings.title), settings, verify)
+    module.graph.lint()
+    module.recompile()
+    if not settings.eager:
+        return Lowered(_compiled_by_inductor(module, settings.fakes), module, settings.sizes)
+    product = lowering.product
+    run = module if product is None else into_workspace(module, product)
+    return Lowered(run.forward, module, settings.sizes, product)
+
+
+ProgramPass = Pass[Lowering, LoweringSettings]
+
+
+def on_graph(change: Callable[[Graph], Any]) -> Callable[[Lowering, LoweringSettings], Lowering]:
+    """A pass that needs nothing but the graph, which it changes."""
+
+    def run(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+        change(lowering.module.graph)
+        return lowering
+
+    return run
+
+
+def _accumulated(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+    _accumulate(lowering.module.graph, settings.accumulators)
+    return lowering
+
+
+def _rematerialized(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+    rematerialize(lowering.module.graph, typical(settings.sizes, settings.window))
+    return lowering
+
+
+def _written_in_place(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+    lowering.lifetimes = write_in_place(lowering.module.graph)
+    return lowering
+
+
+def _with_workspace(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+    if lowering.lifetimes is not None:
+        lowering.product = widest_product(lowering.module.graph, lowering.lifetimes)
+    return lowering
+
+
+def _named(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+    inputs = lowering.module.graph.find_nodes(op="placeholder")
+    for node, name in zip(inputs, settings.names, strict=True):
         node._rename(name)
         node.target = node.name
-    graph.lint()
-    module.recompile()
-    if body != "eager":
-        return Lowered(_compiled_by_inductor(module, fakes), module, sizes or {})
-    run = module if product is None else into_workspace(module, product)
-    return Lowered(run.forward, module, sizes or {}, product)
+    return lowering
+
+
+def _is_eager(settings: LoweringSettings) -> bool:
+    return settings.eager
 
 
 def _copy_what_is_no_view(graph: Graph) -> None:
@@ -190,11 +268,12 @@ def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable
         return compile_fx(module, list(fakes))  # type: ignore[return-value, arg-type]
 
 
-def _drop_assertions(graph: Graph) -> None:
+def _drop_dead_code(graph: Graph) -> None:
     for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
             graph.erase_node(node)  # it makes nothing: an assertion, which held when it was traced
+    graph.eliminate_dead_code(is_impure_node=is_impure)
 
 
 def _accumulate(graph: Graph, count: int) -> None:
@@ -242,3 +321,63 @@ def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
     with value.fake_mode:
         cast.meta["val"] = value.to(dtype)
     return cast
+
+
+#: The passes over a chunk program, in the order in which they run.
+PROGRAM_PASSES: tuple[ProgramPass, ...] = (
+    Pass(
+        "accumulate",
+        "gradients of parameters are added to their sums where they are made",
+        _accumulated,
+        applies=lambda settings: settings.accumulators > 0,
+    ),
+    Pass(
+        "dead_code",
+        "what nobody reads goes, and assertions that held in the trace",
+        on_graph(_drop_dead_code),
+    ),
+    Pass(
+        "simplify",
+        "the same values in fewer passes over memory",
+        on_graph(simplify),
+        applies=_is_eager,
+        optional=True,
+    ),
+    Pass(
+        "reorder",
+        "ops run when somebody needs what they make",
+        on_graph(reorder),
+        applies=_is_eager,
+        optional=True,
+    ),
+    Pass(
+        "rematerialize",
+        "elementwise values are made again after the peak of a program",
+        _rematerialized,
+        applies=_is_eager,
+        optional=True,
+    ),
+    Pass(
+        "write_in_place",
+        "ops write over operands that nobody reads any more",
+        _written_in_place,
+        gives=("lifetimes",),
+        applies=_is_eager,
+        optional=True,
+    ),
+    Pass(
+        "workspace",
+        "the logits of all chunks lie in one place, in a sweep over the loss head",
+        _with_workspace,
+        needs=("lifetimes",),
+        applies=lambda settings: settings.eager and settings.swept,
+        optional=True,
+    ),
+    Pass(
+        "views",
+        "views of what the program makes may copy",
+        on_graph(_copy_what_is_no_view),
+        applies=_is_eager,
+    ),
+    Pass("names", "inputs have the names of what they are", _named),
+)

@@ -17,7 +17,7 @@ from ..s4_trace.vjp import Traced, outputs_of, traced_program, without_saved_ten
 from ..step.build import Builder, Way
 from ..step.checker import check
 from ..step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
-from .lower import Lowered, lower, restrict
+from .lower import Lowered, LoweringSettings, lower, restrict
 
 
 class SegmentPrograms:
@@ -118,11 +118,22 @@ class SegmentPrograms:
             fakes[place:place] = [n.meta["val"] for n in given]
             writes = kind in ("forward", "states")
             module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
+        window = None if self.segment.window is None else int(self.segment.window)
+        settings = LoweringSettings(
+            title=f"{kind} of segment {self.segment.index}",
+            accumulators=sums,
+            names=names,
+            body=self.body,
+            fakes=fakes,
+            swept=kind == "loss",
+            sizes=traced.guards.names,
+            window=window,
+        )
         try:
-            sizes = traced.guards.names
-            window = None if self.segment.window is None else int(self.segment.window)
-            return lower(module, sums, names, self.body, fakes, kind == "loss", sizes, window)
-        except Exception as error:
+            return lower(module, settings)
+        except PassError:
+            raise
+        except Exception as error:  # Inductor's, say
             raise PassError("lower", error) from error
 
     def procedure(self, name: str, way: Way) -> Procedure:

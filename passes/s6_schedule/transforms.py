@@ -5,11 +5,11 @@ The order is that of `transformed`. Each keeps the step's results and gradients.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..graph.facts import Segment
+from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
@@ -33,6 +33,7 @@ from .program import (
 )
 from .repeats import repeats
 from .step_parts import StepParts
+from .text import step_text
 
 Transform = Callable[[StepProgram, StepParts], StepProgram]
 
@@ -279,23 +280,94 @@ def _form(instruction: StepInstruction) -> Hashable:
     return own
 
 
-#: STREAMBP_CHECK=1: what was made is checked after each transformation, and not only at the end.
-CHECKED = bool(os.environ.get("STREAMBP_CHECK"))
-TRANSFORMS: tuple[Transform, ...] = (keep_inputs_of_groups, overwrite_rows_of_loss, move_what_is_kept)
+@dataclass(frozen=True)
+class Scheduling:
+    """A step that is being made.
+
+    Attributes:
+        program: so far.
+        dropped: values are dropped when nobody reads them any more.
+    """
+
+    program: StepProgram
+    dropped: bool = False
+    title: str = "step"
+
+    def __str__(self) -> str:
+        return step_text(self.program)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is made.
+
+    Attributes:
+        parts: what it is made of.
+        left_out: some rows of some samples are not run.
+    """
+
+    parts: StepParts
+    left_out: bool = False
+
+
+def _by_policy(transform: Transform) -> Callable[[Scheduling, StepSettings], Scheduling]:
+    return lambda made, settings: replace(made, program=transform(made.program, settings.parts))
+
+
+StepPass = Pass[Scheduling, StepSettings]
+#: The passes over a step, in the order in which they run.
+STEP_PASSES: tuple[StepPass, ...] = (
+    Pass(
+        "keep_inputs_of_groups",
+        "segments that keep their inputs together are run again before their backward",
+        _by_policy(keep_inputs_of_groups),
+        applies=lambda settings: bool(settings.parts.facts.segments),
+    ),
+    Pass(
+        "overwrite_rows_of_loss",
+        "the gradient of a loss head's rows is written over them",
+        _by_policy(overwrite_rows_of_loss),
+        optional=True,
+    ),
+    Pass(
+        "move_what_is_kept",
+        "what the backward reads of the forward leaves the device and comes back",
+        _by_policy(move_what_is_kept),
+        applies=lambda settings: settings.parts.moves,
+    ),
+    Pass(
+        "leave_out_rows",
+        "of samples that have ended the rest is not run",
+        lambda made, _: replace(made, program=leave_out_rows(made.program)),
+        applies=lambda settings: settings.left_out,
+    ),
+    Pass(
+        "drop_what_nobody_reads",
+        "each value is let go after the last instruction that reads it",
+        lambda made, _: Scheduling(drop_what_nobody_reads(made.program), dropped=True),
+    ),
+    Pass(
+        "fold_layers",
+        "what is done to one layer after the other becomes a loop",
+        lambda made, _: replace(made, program=fold_layers(made.program)),
+        optional=True,
+    ),
+)
 
 
 def transformed(program: StepProgram, parts: StepParts, left_out: bool = False) -> StepProgram:
     """The step as it runs: memory policy, rows left out, each value dropped in time, loops over layers.
 
+    What comes out is always checked; with STREAMBP_CHECK=1 what each pass makes is.
+
     Raises:
+        PassError: a pass failed.
         UnsoundStep: what was made is wrong.
     """
-    for transform in TRANSFORMS:
-        program = transform(program, parts)
-        if CHECKED:
-            check_step(program, dropped=False)
-    if left_out:
-        program = leave_out_rows(program)
-    program = fold_layers(drop_what_nobody_reads(program))
-    check_step(program)
-    return program
+
+    def verify(one: StepPass, made: Scheduling) -> None:
+        check_step(made.program, made.dropped)
+
+    made = run_passes(STEP_PASSES, Scheduling(program), StepSettings(parts, left_out), verify)
+    check_step(made.program)
+    return made.program

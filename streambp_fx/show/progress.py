@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from ..passes.graph.pass_log import observed
+from ..passes.pipeline.log import observed
 
 QUIET = "STREAMBP_QUIET"
 _shown = threading.Lock()  # one line at a time; what is announced within is part of it

@@ -23,12 +23,12 @@ from streambp_fx.passes import analyze
 from streambp_fx.passes.graph.autograd_functions import CustomFunction
 from streambp_fx.passes.graph.facts import CapturedGraph, Facts, PassError, expression, tensors_of
 from streambp_fx.passes.graph.functionalization import NotPureError
-from streambp_fx.passes.graph.pass_log import masks_text, observed
 from streambp_fx.passes.graph.printing import Printer, Unprintable, fold, place
 from streambp_fx.passes.graph.purity import is_impure
 from streambp_fx.passes.graph.sources import path
 from streambp_fx.passes.graph.subgraph import Subgraph
 from streambp_fx.passes.graph.symbols import Lengths
+from streambp_fx.passes.pipeline.log import masks_text, observed
 from streambp_fx.passes.s1_capture.sequence_length import find_lengths
 from streambp_fx.passes.s4_trace.program_inputs import Extent, input_names
 from streambp_fx.passes.s4_trace.vjp import Traced

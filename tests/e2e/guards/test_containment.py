@@ -37,8 +37,8 @@ def break_analysis(monkeypatch: pytest.MonkeyPatch) -> str:
     def order(*args: Any) -> Any:
         raise ZeroDivisionError("a fault in a pass")
 
-    monkeypatch.setattr(streambp_fx.passes, "order", order)
-    return "pass 'order' failed"
+    monkeypatch.setattr(streambp_fx.passes, "widen_late", order)
+    return "pass 'widen_late' failed"
 
 
 def break_chunk(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -120,12 +120,22 @@ def test_a_rule_that_fails_makes_a_region_whole(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_line_a_pass(caplog: pytest.LogCaptureFixture) -> None:
-    names = ["capture", "autocast", "normalize", "axes", "footprints", "order", "outputs", "segment", "share"]
+    names = [
+        "capture",
+        "autocast",
+        "normalize",
+        "axes",
+        "footprints",
+        "widen_late",
+        "lazy_outputs",
+        "segment",
+        "signatures",
+    ]
     with caplog.at_level(logging.INFO, "streambp_fx.passes"):
         torch.compile(build("llama"), backend="streambp", options=OPTIONS)(**plain(2, 37))
     lines = [r.getMessage() for r in caplog.records if r.name == "streambp_fx.passes"]
     assert [line.split()[0] for line in lines if line.split()[0] in names] == names
-    assert "4 segments, 3 distinct" in lines[names.index("share")]
+    assert "4 segments, 3 distinct" in lines[names.index("signatures")]
     assert not any(r.levelno < logging.INFO for r in caplog.records if r.name == "streambp_fx.passes")
 
 

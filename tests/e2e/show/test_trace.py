@@ -13,8 +13,11 @@ from e2e_models import build, plain
 
 import streambp_fx
 
-PASSES = ["capture", "autocast", "normalize", "axes", "footprints", "masks", "order", "outputs"]
-PASSES += ["segment", "share"]
+PASSES = ["capture", "autocast", "normalize", "axes", "footprints", "masks", "widen_late", "lazy_outputs"]
+PASSES += ["segment", "signatures"]
+PASSES += ["accumulate", "dead_code", "simplify", "reorder", "rematerialize", "write_in_place", "workspace"]
+PASSES += ["views", "names", "keep_inputs_of_groups", "overwrite_rows_of_loss", "drop_what_nobody_reads"]
+PASSES += ["fold_layers"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +48,14 @@ def test_every_pass_in_order(traced: streambp_fx.Trace) -> None:
 
 def test_the_program_after_a_pass(traced: streambp_fx.Trace) -> None:
     """Each text is taken right after its pass, though passes change the graph in place."""
-    captured, shared = traced.after("capture"), traced.after("share")
+    captured, shared = traced.after("capture"), traced.after("signatures")
     assert "inputs['model.layers.0.self_attn.q_proj.weight']" in captured
     assert re.search(r"modeling_gemma2\.py:\d+: query_states = self\.q_proj", captured)
     assert re.search(
         r"linear\w* = aten\.linear\.default\(\w+, \w+\)  # \[\w+, T, 32\] float64$", captured, re.M
     )
     assert re.search(r"linear\w* = .* float64, stream \[-, row, -\]$", shared, re.M)
-    assert "# ---- segment 1 (layer)" in shared and "# ---- segment" not in traced.after("outputs")
+    assert "# ---- segment 1 (layer)" in shared and "# ---- segment" not in traced.after("lazy_outputs")
     assert "reads WINDOW" in shared and "reads FULL" in traced.after("axes"), "proved by footprints"
 
 
@@ -68,7 +71,7 @@ def test_differences(traced: streambp_fx.Trace) -> None:
     difference = traced.diff("capture", "normalize")
     assert difference.splitlines()[:2] == ["--- capture", "+++ normalize"]
     assert any(line.startswith("-") for line in difference.splitlines()[2:])
-    assert traced.diff("share", "share") == ""
+    assert traced.diff("signatures", "signatures") == ""
     assert streambp_fx.diff("a\nb", "a\nc") == "--- before\n+++ after\n@@ -1,2 +1,2 @@\n a\n-b\n+c"
 
 

@@ -25,7 +25,7 @@ def taken(
     outputs, given = choose(found.facts)
     part = Subgraph(found.facts, outputs, given)
     text = sections(
-        source(function), found.programs["share"], ("taken out", part_text(found, part)), _notes(part)
+        source(function), found.programs["signatures"], ("taken out", part_text(found, part)), _notes(part)
     )
     check_golden(text, __file__, f"extract_{name}")
     return part

@@ -27,7 +27,7 @@ def verdicts(function: Callable[..., Any], name: str, *inputs: Tensor) -> list[S
     lines = [
         f"segment {s.index} ({s.kind}): {_words(stages, v)}" for s, v in zip(chunked, found, strict=True)
     ]
-    text = sections(source(function), stages.programs["share"], "\n".join(lines))
+    text = sections(source(function), stages.programs["signatures"], "\n".join(lines))
     check_golden(text, __file__, f"batch_{name}")
     return found
 

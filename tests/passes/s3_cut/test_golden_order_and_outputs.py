@@ -24,7 +24,7 @@ def run(function: Callable[..., Any], name: str, step: tuple[str, str], **option
 
 def ordered(function: Callable[..., Any], name: str) -> list[str]:
     """Names of the ops after the pass, in their order."""
-    found = run(function, name, ("footprints", "order"))
+    found = run(function, name, ("footprints", "widen_late"))
     return [n.name for n in found.facts.module.graph.nodes if n.op == "call_function"]
 
 
@@ -85,13 +85,13 @@ def with_loss(m: Small, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_logits_next_to_a_loss_are_not_stored() -> None:
-    found = run(with_loss, "logits", ("order", "outputs"), logits="lazy")
+    found = run(with_loss, "logits", ("widen_late", "lazy_outputs"), logits="lazy")
     assert [n.target for n in found.facts.lazy.values()] == [aten.linear.default]
     assert found.facts.outputs[1] is None
 
 
 def test_logits_that_shall_be_kept_are_stored() -> None:
-    assert not run(with_loss, "logits_kept", ("order", "outputs"), logits="keep").facts.lazy
+    assert not run(with_loss, "logits_kept", ("widen_late", "lazy_outputs"), logits="keep").facts.lazy
 
 
 def hidden_states(m: Small, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ def hidden_states(m: Small, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_hidden_states_are_stored() -> None:
     """Neither what is as wide as its operand, nor what other products are made of."""
-    assert not run(hidden_states, "hidden_states", ("order", "outputs"), logits="lazy").facts.lazy
+    assert not run(hidden_states, "hidden_states", ("widen_late", "lazy_outputs"), logits="lazy").facts.lazy
 
 
 def without_loss(m: Small, ids: Tensor) -> Tensor:
@@ -112,4 +112,4 @@ def without_loss(m: Small, ids: Tensor) -> Tensor:
 
 
 def test_logits_without_a_loss_are_the_result() -> None:
-    assert not run(without_loss, "without_loss", ("order", "outputs"), logits="lazy").facts.lazy
+    assert not run(without_loss, "without_loss", ("widen_late", "lazy_outputs"), logits="lazy").facts.lazy

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx.passes.graph.facts import sum_dtype
-from streambp_fx.passes.s5_lower.lower import lower
+from streambp_fx.passes.s5_lower.lower import LoweringSettings, lower
 from streambp_fx.passes.s5_lower.programs import SegmentPrograms
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def compared(function: Callable[..., Any], name: str, dtype: torch.dtype = torch
     given = [n for n in module.graph.nodes if n.op == "placeholder"]
     words = Words({}, dict(zip(given, NAMES, strict=True)))
     before = words.graph(module.graph)
-    found = lower(module, 1, NAMES).module
+    found = lower(module, LoweringSettings("a test", 1, NAMES)).module
     after = words.graph(found.graph)
     check_golden(
         sections(source(function), ("traced", before), ("lowered", after)), __file__, f"lower_{name}"

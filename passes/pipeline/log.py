@@ -9,17 +9,18 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import sympy
 from torch._logging import trace_structured
 from torch.fx import Node
 
-from .facts import CapturedGraph, Facts, Kind, expression, tensors_of
-from .printing import Printer, Unprintable, place
-from .sources import path
+from ..graph.facts import CapturedGraph, Facts, Kind, expression, tensors_of
+from ..graph.printing import Printer, Unprintable, place
+from ..graph.sources import path
 
 log = logging.getLogger("streambp_fx.passes")
-Observer = Callable[[str, "CapturedGraph | Facts", float], None]
+Observer = Callable[[str, Any, float], None]
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("streambp_observers", default=())
 
 
@@ -27,7 +28,8 @@ _observers: ContextVar[tuple[Observer, ...]] = ContextVar("streambp_observers", 
 def observed(observer: Observer) -> Iterator[None]:
     """Within: `observer` is called with (name, result, seconds) right after each pass.
 
-    Passes change the graph in place, so what is wanted of it must be taken during the call.
+    The result is what the pass gives: a captured graph, facts, a chunk program or a step. Passes change the
+    graph in place, so what is wanted of it must be taken during the call.
     """
     token = _observers.set((*_observers.get(), observer))
     try:
@@ -36,19 +38,26 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.reset(token)
 
 
-def report(name: str, result: CapturedGraph | Facts, seconds: float) -> None:
-    """One line on a pass that ran: how long, and what there is now."""
+def report(name: str, result: Any, seconds: float) -> None:
+    """One line on a pass that ran: how long, and what there is now.
+
+    Passes over the captured graph are reported at INFO. Those over chunk programs and steps, which run many
+    times, at DEBUG.
+    """
     for observer in _observers.get():
         observer(name, result, seconds)
-    log.info("%-10s %6.2f s  %s", name, seconds, _counts(result))
-    text = lambda: program_text(result)  # noqa: E731
+    captured = isinstance(result, CapturedGraph | Facts)
+    level = logging.INFO if captured else logging.DEBUG
+    log.log(level, "%-10s %6.2f s  %s", name, seconds, _counts(result) if captured else result.title)
+    text = lambda: program_text(result) if captured else str(result)  # noqa: E731
     if log.isEnabledFor(logging.DEBUG):
         log.debug("after %s:\n%s", name, text())
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"streambp_after_{name}", "encoding": "string"},
-        payload_fn=text,
-    )
+    if captured:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"streambp_after_{name}", "encoding": "string"},
+            payload_fn=text,
+        )
 
 
 def _counts(result: CapturedGraph | Facts) -> str:

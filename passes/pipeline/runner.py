@@ -1,0 +1,120 @@
+"""Runs passes, one after the other: each is timed and reported, and a failure names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ..graph.facts import PassError
+from .log import report
+
+Subject = TypeVar("Subject")
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class Pass(Generic[Subject, Settings]):
+    """One pass.
+
+    Attributes:
+        name: what it is called in the log, in a trace and in errors.
+        purpose: what it does, in one line.
+        run: takes what the pass before has made, and the settings of the run; gives what the next one takes.
+        needs, gives: what must be known before it, and what is known after it, in words.
+        applies: whether these settings ask for it.
+        optional: it may be switched off: what comes out is then slower or larger, and the same.
+    """
+
+    name: str
+    purpose: str
+    run: Callable[[Subject, Settings], Subject]
+    needs: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    applies: Callable[[Settings], bool] = lambda settings: True
+    optional: bool = False
+
+
+Verifier = Callable[[Pass[Any, Any], Any], None]
+#: STREAMBP_CHECK=1: what a pass has made is verified after each.
+CHECKED = bool(os.environ.get("STREAMBP_CHECK"))
+_switched_off: ContextVar[frozenset[str]] = ContextVar(
+    "streambp_without", default=frozenset(filter(None, os.environ.get("STREAMBP_WITHOUT", "").split(",")))
+)
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Within: passes of these names are not run, if they are optional. For finding a fault by halves.
+
+    The environment variable STREAMBP_WITHOUT=reorder,rematerialize does the same for a whole process.
+    """
+    token = _switched_off.set(_switched_off.get() | set(names))
+    try:
+        yield
+    finally:
+        _switched_off.reset(token)
+
+
+def run_passes(
+    passes: Iterable[Pass[Subject, Settings]],
+    subject: Subject,
+    settings: Settings,
+    verify: Verifier | None = None,
+    checked: bool | None = None,
+) -> Subject:
+    """Run passes in order.
+
+    Args:
+        passes: in order.
+        subject: what the first one takes.
+        settings: of the run, given to each.
+        verify: called with a pass and what it made; raises if something in it is not so.
+        checked: whether it is; None: if the environment says so (STREAMBP_CHECK=1).
+
+    Raises:
+        PassError: a pass failed, or what it made is not sound.
+    """
+    checked = CHECKED if checked is None else checked
+    for one in passes:
+        if not one.applies(settings) or (one.optional and one.name in _switched_off.get()):
+            continue
+        start = time.perf_counter()
+        subject = _guarded(one.name, one.run, subject, settings)
+        seconds = time.perf_counter() - start
+        if verify is not None and checked:
+            _guarded(one.name, verify, one, subject)
+        report(one.name, subject, seconds)
+    return subject
+
+
+def _guarded(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except PassError:
+        raise
+    except Exception as error:
+        raise PassError(name, error) from error
+
+
+def check_order(passes: Collection[Pass[Any, Any]]) -> None:
+    """Every pass comes after those that give what it needs, and names are different.
+
+    Raises:
+        ValueError: not so.
+    """
+    known: set[str] = set()
+    names = [p.name for p in passes]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two passes have one name: {names}")
+    for one in passes:
+        missing = set(one.needs) - known
+        if missing:
+            raise ValueError(
+                f"pass {one.name!r} needs {', '.join(sorted(missing))}, which no pass before it gives"
+            )
+        known |= set(one.gives)
