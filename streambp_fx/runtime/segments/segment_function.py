@@ -80,9 +80,8 @@ class StreamedSegment(torch.autograd.Function):
             frame.tensors[buffer] = (
                 _zeros(runner, buffer, frame) if gradient is None else gradient.contiguous()
             )
-        if kept:
-            each = len(kept) // ctx.chunks
-            frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
+        each = len(kept) // max(1, ctx.chunks)  # none where no attention of a chunk could be kept
+        frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
         procedure = ctx.procedure
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
