@@ -20,6 +20,7 @@ out=$(cd "$out" && pwd)
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 cp -r "$root/streambp_fx" "$stage/streambp_fx"
+rm -f "$stage/streambp_fx/passes" # in a checkout it is a link
 cp -r "$root/passes" "$stage/streambp_fx/passes"
 cp -r "$root/benchmarks" "$stage/benchmarks"
 

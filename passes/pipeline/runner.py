@@ -40,8 +40,6 @@ class Pass(Generic[Subject, Settings]):
 
 
 Verifier = Callable[[Pass[Any, Any], Any], None]
-#: STREAMBP_CHECK=1: what a pass has made is verified after each.
-CHECKED = bool(os.environ.get("STREAMBP_CHECK"))
 _switched_off: ContextVar[frozenset[str]] = ContextVar(
     "streambp_without", default=frozenset(filter(None, os.environ.get("STREAMBP_WITHOUT", "").split(",")))
 )
@@ -79,7 +77,7 @@ def run_passes(
     Raises:
         PassError: a pass failed, or what it made is not sound.
     """
-    checked = CHECKED if checked is None else checked
+    checked = bool(os.environ.get("STREAMBP_CHECK")) if checked is None else checked
     for one in passes:
         if not one.applies(settings) or (one.optional and one.name in _switched_off.get()):
             continue

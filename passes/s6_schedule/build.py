@@ -176,8 +176,8 @@ class Scheduler:
                 yield self._segment(segment)
         epilogue = self.parts.epilogue
         if epilogue.outputs and not self.one_sweep:
-            inputs, results = self._values(epilogue.inputs), self._values(epilogue.outputs)
-            yield RunPart(part=epilogue, name="epilogue", inputs=inputs, results=results)
+            inputs = self._values(epilogue.inputs)
+            yield RunPart(part=epilogue, name="epilogue", inputs=inputs, results=self._of_the_epilogue())
         for position, part in self.parts.lazy.items():
             results = tuple(Value(ValueKind.LAZY, n) for n in part.outputs)
             yield Defer(part=part, position=position, inputs=self._values(part.inputs), results=results)
@@ -215,8 +215,13 @@ class Scheduler:
             part=epilogue,
             position=position,
             inputs=(_coefficients(segment), *given, *more),
-            results=(*self._values(epilogue.outputs), *self._unscaled(segment)),
+            results=(*self._of_the_epilogue(), *self._unscaled(segment)),
         )
+
+    def _of_the_epilogue(self) -> tuple[Value, ...]:
+        """What it makes; what it is given and returns (the new value of a buffer) is there already."""
+        part = self.parts.epilogue
+        return self._values(n for n in part.outputs if n not in part.inputs)
 
     def _unscaled(self, segment: Segment) -> tuple[Value, ...]:
         found = self._differentiated(segment)

@@ -151,7 +151,8 @@ def _run(state: _State, instruction: StepInstruction) -> None:
 
 
 def _run_part(state: _State, instruction: RunPart) -> None:
-    if tuple(v.node for v in instruction.results) != tuple(instruction.part.outputs):
+    part = instruction.part
+    if [v.node for v in instruction.results] != [n for n in part.outputs if n not in part.inputs]:
         raise _Fault("its results are not those of the part")
     _run(state, instruction)
 

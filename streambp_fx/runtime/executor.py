@@ -13,17 +13,19 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..options import Options
-from ..passes.graph.facts import Facts, evaluate_size, tensors_of
+from ..passes.graph.facts import Facts, PassError, evaluate_size, tensors_of
 from ..passes.s2_prove.independent_samples import batch_size
 from ..passes.s3_cut.policy import Policy
 from ..passes.s3_cut.segment import samples
 from ..passes.s5_lower.programs import SegmentPrograms
 from ..passes.s6_schedule.build import schedule
+from ..passes.s6_schedule.checker import UnsoundStep
 from ..passes.s6_schedule.program import StepProgram
 from ..passes.s6_schedule.step_parts import Making, Programs, StepParts
 from ..passes.s6_schedule.transforms import transformed
 from .offload import Store, store_for
 from .padding import Padding
+from .segments.failures import compile_error
 from .segments.loss_head import Sweep, sweep_of
 from .segments.owned_buffers import OwnedBuffers, attribute
 from .segments.questions_to_data import MaskQuestions, Questions
@@ -86,11 +88,17 @@ class Executor:
             left_out: some rows of some samples are not run.
 
         Raises:
-            UnsoundStep: what was made is wrong.
+            CompileError: what was made is wrong.
         """
         key = full, training, left_out
         if key not in self._steps:
-            self._steps[key] = transformed(schedule(self.parts, full, training), self.parts, left_out)
+            try:
+                made = transformed(schedule(self.parts, full, training), self.parts, left_out)
+            except PassError as error:
+                raise compile_error(error) from error
+            except UnsoundStep as error:
+                raise compile_error(PassError("schedule", error)) from error
+            self._steps[key] = made
         return self._steps[key]
 
     def program_of(self, step: StepData) -> StepProgram:
