@@ -228,12 +228,13 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
         "explain",
         help="the schedule of a training step: as text, page, picture or program",
         description="Show how the training step of a model is streamed, without weights and without running "
-        "it. Without --html, --plot, --code or --dot the schedule is printed.",
+        "it. Without one of these the schedule is printed.",
     )
     _add_step_without_weights(explain, length_required=True)
     explain.add_argument("--html", metavar="FILE", help="write the schedule as a page that needs no network")
     explain.add_argument("--plot", metavar="FILE", help="draw the memory of the step (.png, .svg or .pdf)")
     explain.add_argument("--code", action="store_true", help="print the program")
+    explain.add_argument("--instructions", action="store_true", help="print the instructions of the step")
     explain.add_argument(
         "--dot", action="store_true", help="print the graph of segments in Graphviz's language"
     )

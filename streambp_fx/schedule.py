@@ -93,7 +93,7 @@ class Schedule(ScheduledStep):
         memory = StepMemory.of(self)
         shown = memory.schedule
         assert isinstance(shown, Schedule)
-        write_whole(path, page(memory, shown.code(), title).encode())
+        write_whole(path, page(memory, shown.code(), title, str(shown.program)).encode())
 
     def plot_memory(self, path: str | Path, title: str | None = None) -> None:
         """Draw the memory of the step, eager, with gradient checkpointing and streamed.

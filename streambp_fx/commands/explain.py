@@ -28,7 +28,7 @@ class ExplainOptions:
         dtype: of the weights.
         save, every, offload: the memory policy, see `Options`.
         html, plot: files to write, or None.
-        code, dot: print the program, the graph of segments.
+        code, dot, instructions: print the program, the graph of segments, the instructions of the step.
     """
 
     model: str
@@ -44,6 +44,7 @@ class ExplainOptions:
     plot: str | None = None
     code: bool = False
     dot: bool = False
+    instructions: bool = False
 
 
 def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> Schedule:
@@ -77,6 +78,9 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
         show(schedule.code())
     if options.dot:
         show(schedule.to_dot())
-    if not (options.html or options.plot or options.code or options.dot):
+    if options.instructions:
+        show(str(schedule.program))
+    printed = options.code or options.dot or options.instructions
+    if not (options.html or options.plot or printed):
         show(str(schedule))
     return schedule

@@ -24,13 +24,14 @@ from .programs import function_html, functions
 from .segments import segments_html, unchunked_html
 
 
-def page(memory: StepMemory, program: str, title: str | None = None) -> str:
+def page(memory: StepMemory, program: str, title: str | None = None, instructions: str = "") -> str:
     """A schedule as an HTML document.
 
     Args:
         memory: of the step of a schedule, which has a sequence length.
         program: the step as Python text.
         title: what it is the schedule of, a model's name say; it is escaped.
+        instructions: the step as instructions.
 
     Raises:
         CompileError: a program cannot be traced.
@@ -55,6 +56,8 @@ def page(memory: StepMemory, program: str, title: str | None = None) -> str:
         segments=segments_html(memory, groups, code),
         unchunked=unchunked_html(memory, groups),
         program="".join(map(function_html, rest)),
+        instructions=escape(instructions),
+        lines=len(instructions.splitlines()),
         data=embedded(chart.data()),
     )
 

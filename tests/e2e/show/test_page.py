@@ -201,6 +201,11 @@ def test_the_programs_are_those_of_code(made: Made) -> None:
     assert sorted(shown) == sorted(printed) and any(t.startswith("def step(") for t in shown)
 
 
+def test_the_instructions_of_the_step(made: Made) -> None:
+    (shown,) = (text for a, text in made.page.find("pre") if a.get("class") == "instructions")
+    assert shown == str(made.schedule.program) and "call backward of segment" in shown
+
+
 def test_highlighting_keeps_the_text() -> None:
     code = 'def f(x):\n    """A < b & c."""\n    return "#1" if x else None  # no <b>\n'
     marked = highlighted(code)
