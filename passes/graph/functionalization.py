@@ -250,9 +250,13 @@ def changes_inside(nodes: Iterable[Node]) -> bool:
 
 
 def _changes_operands(node: Node) -> bool:
+    """True also where it cannot be tried: operands may fit only within a region of autocast."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with torch.no_grad(), enable_python_dispatcher(), _Changes() as changes:
-        node.target(*args, **kwargs)
+    try:
+        with torch.no_grad(), enable_python_dispatcher(), _Changes() as changes:
+            node.target(*args, **kwargs)
+    except Exception:
+        return True
     leaves = pytree.tree_leaves((args, kwargs))
     return bool(changes.storages & {_storage(v) for v in leaves if isinstance(v, Tensor)})
 
