@@ -149,7 +149,9 @@ def test_without_an_optional_pass_gradients_are_the_same(name: str) -> None:
         torch.manual_seed(0)
         model = OneLayer(causal).double()
         compiled = torch.compile(
-            model, backend="streambp", options={"chunk": 4, "loss_chunk": 4, "on_error": "raise"}
+            model,
+            backend="streambp",
+            options={"chunk": 4, "loss_chunk": 4, "on_error": "raise", "check": "never"},
         )
         ids = torch.arange(26).view(2, 13) % 11
         F.cross_entropy(compiled(ids).flatten(0, 1), ids.flatten()).backward()

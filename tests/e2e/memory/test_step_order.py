@@ -19,7 +19,7 @@ def programs_of(call: Call) -> list[tuple[int, str]]:
     return [(call.segment, run.program) for _, run in call.procedure.runs()]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 def test_autograd_runs_the_program(
     family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
