@@ -8,40 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from custom_functions import Clipped, Function, StraightThrough
 from e2e_check import assert_all_chunked, check_exact, transform
 from e2e_models import HIDDEN, build, padded, plain, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import streambp_fx
-
-
-class Function(torch.autograd.Function):
-    """x -> 2 x, with the author's gradient; the others change one of the two."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-class StraightThrough(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Clipped(Function):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clamp(-1e-3, 1e-3)
 
 
 class Normalised(Function):

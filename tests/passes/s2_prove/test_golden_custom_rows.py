@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from custom_functions import Clipped, Function, StraightThrough
 from golden import check_golden
 from golden_graphs import Small, Stages, ids, needs_symbols, sections, source, stages
 from torch import Tensor
@@ -15,34 +16,6 @@ from torch.fx import Node
 from streambp_fx.passes.graph.autograd_functions import CustomFunction
 
 pytestmark = needs_symbols  # and Dynamo hands over such functions in another way
-
-
-class Function(torch.autograd.Function):
-    """x -> 2 x; the others change forward or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-class StraightThrough(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Clipped(Function):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clamp(-1e-3, 1e-3)
 
 
 class Normalised(Function):
