@@ -94,8 +94,7 @@ def step_text(program: StepProgram, names: Mapping[Node, str] | None = None, pro
             lines += [f"{name}:", *(f"    {line}" for line in _lines(body, naming))]
     if procedures:
         for title, procedure in named_procedures(program).items():
-            _, *rest = text(procedure).split("\n")
-            lines += ["", f"{title}: {text(procedure).splitlines()[0]}", *rest]
+            lines += ["", *f"{title}: {text(procedure)}".split("\n")]
     return "\n".join(lines)
 
 
@@ -215,11 +214,8 @@ def _leave(instruction: Leave, naming: Naming) -> str:
 
 def _add(instruction: Add, naming: Naming) -> str:
     part, (whole,) = instruction.inputs[-1], instruction.results
-    return (
-        f"add {part.name} to {whole.name}"
-        if len(instruction.inputs) > 1
-        else f"{part.name} begins {whole.name}"
-    )
+    own, total = naming.of(part), naming.of(whole)
+    return f"{own} begins {total}" if len(instruction.inputs) == 1 else f"add {own} to {total}"
 
 
 def _hand_over(instruction: HandOver, naming: Naming) -> str:

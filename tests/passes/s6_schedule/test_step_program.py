@@ -19,6 +19,7 @@ from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
 from streambp_fx.passes.s6_schedule.program import (
+    Add,
     Again,
     Call,
     Drop,
@@ -167,6 +168,8 @@ def test_a_tied_weight_is_handed_over_once() -> None:
     assert len(names) == len(set(names)) == len(list(Model(tied=True).parameters()))
     text = step_text(found, procedures=False)
     assert text.count("begins") == 1 and text.count("add ") == 1
+    tied = next(v.node for i in found.instructions() if isinstance(i, Add) for v in i.results)
+    assert "to grad_embed.weight\n" in step_text(found, {tied: "embed.weight"}, procedures=False)
 
 
 def test_groups_run_again_what_they_do_not_keep() -> None:
