@@ -59,7 +59,7 @@ class Trace:
         """The program after a pass as text: an op a line, with shape, what was proved of it, and source line.
 
         "masks" gives the predicates that were proved of the masks, and "lower" the finished program, which is
-        `s6_schedule.code()`.
+        `schedule.code()`.
 
         Raises:
             UnknownPassError: there is no such pass.

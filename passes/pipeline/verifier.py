@@ -101,14 +101,14 @@ def _segments(facts: Facts) -> Iterator[str]:
     """Segments partition what is streamed, and read what is there."""
     if not facts.segments:
         return
-    position = {n: k for k, n in enumerate(facts.nodes)}
+    nodes = set(facts.nodes)
     owner: dict[Node, Segment] = {}
     for segment in facts.segments:
         for node in segment.nodes:
             if node in owner:
                 yield f"{node.name} is in segments {owner[node].index} and {segment.index}"
             owner[node] = segment
-            if node not in position:
+            if node not in nodes:
                 yield f"{node.name}, of segment {segment.index}, is not in the graph"
     for segment in facts.segments:
         own = set(segment.nodes)
@@ -122,7 +122,7 @@ def _segments(facts: Facts) -> Iterator[str]:
         known = {*own, *segment.rows, *segment.constants, *segment.whole}
         for node in segment.nodes:
             for operand in operands(node):
-                needed = facts.kinds.get(operand) is Kind.STREAM and operand in position
+                needed = facts.kinds.get(operand) is Kind.STREAM and operand in nodes
                 if needed and operand not in known:
                     what = f"{node.name}, of segment {segment.index}"
                     yield f"{what}, reads {operand.name}, which it is not given"

@@ -100,6 +100,10 @@ class SegmentPrograms:
         shared = self.diff_outputs and not extent.full
         return "joint" if shared and kind in ("forward", "states") else kind
 
+    def keeps(self, way: Way) -> bool:
+        """True if the forward keeps something of each chunk for the backward."""
+        return bool(self.keep) and way.training and not way.full
+
     def reads_kept(self, kind: str) -> bool:
         """True if a program takes what was kept of attention (state rows need it only if chained)."""
         return bool(self.keep) and (kind == "joint" or (kind == "states" and self.segment.chained))

@@ -14,6 +14,8 @@ from ..s5_lower.programs import SegmentPrograms
 from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind
 from .program import (
+    CALLER,
+    EPILOGUE,
     Add,
     Call,
     CallLoss,
@@ -31,8 +33,6 @@ from .program import (
     Zeros,
 )
 from .step_parts import StepParts
-
-EPILOGUE, CALLER = -1, -2
 
 
 def schedule(
@@ -71,7 +71,11 @@ class Scheduler:
         self.lazy = lazy = [n for p in parts.lazy.values() for n in p.outputs]
         self.returned = list(dict.fromkeys([*results, *lazy]))
         differentiable = [n for n in self.returned if n in self.facts.needs_grad] if training else []
-        self.seeds = _seeds(n for n in differentiable if n not in lazy) if seeds is None else list(seeds)
+        if seeds is None:
+            loss = the_loss(found := [n for n in differentiable if n not in lazy])
+            self.seeds = found if loss is None else [loss]
+        else:
+            self.seeds = list(seeds)
         position = parts.one_sweep
         self.one_sweep = position is not None and parts.epilogue.outputs[position] in self.seeds
         self.reached = self._reached(differentiable if seeds is None else self.seeds)
@@ -189,7 +193,7 @@ class Scheduler:
         if isinstance(own, Subgraph):
             return RunPart(part=own, name="segment", segment=segment.index, inputs=inputs, results=results)
         way = self._way(segment)
-        kept = _kept(segment) if own.keep and way.training and not way.full else ()
+        kept = _kept(segment) if own.keeps(way) else ()
         return Call(
             programs=own,
             segment=segment.index,
@@ -293,19 +297,18 @@ class Scheduler:
         given = self._values(self._read(segment, own))
         if isinstance(own, Subgraph):
             cotangents = [c for c in cotangents if c.node in self.contributors] or cotangents
-            none = tuple(c for c in cotangents if c.node not in self.contributors)
-            yield from [Zeros(results=none)] if none else []
+        none = tuple(c for c in cotangents if c.node not in self.contributors)
+        if none:
+            yield Zeros(results=none)
+        if isinstance(own, Subgraph):
             inputs = (*cotangents, *given)
             yield Differentiate(
                 part=own, name="segment", segment=segment.index, inputs=inputs, results=results
             )
             return
-        none = tuple(c for c in cotangents if c.node not in self.contributors)
-        if none:
-            yield Zeros(results=none)
         over = overwritten_cotangent(self.facts, segment, own)
         way = self._way(segment, over)
-        kept = _kept(segment) if own.keep and not way.full else ()
+        kept = _kept(segment) if own.keeps(way) else ()
         yield Call(
             programs=own,
             segment=segment.index,
@@ -329,10 +332,10 @@ def overwritten_cotangent(facts: Facts, segment: Segment, programs: SegmentProgr
     return frozenset({Buffer(BufferKind.COTANGENT, programs.diff_outputs[0])})
 
 
-def _seeds(results: Iterable[Node]) -> list[Node]:
-    found = list(results)
-    numbers = [n for n in found if tensors_of(n)[0].dim() == 0]
-    return numbers if len(numbers) == 1 else found
+def the_loss(results: Iterable[Node]) -> Node | None:
+    """The one number among the results that have a gradient; None if there is none, or several."""
+    numbers = [n for n in results if tensors_of(n)[0].dim() == 0]
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def is_half(segment: Segment) -> bool:

@@ -211,10 +211,6 @@ def _fits(buffer: Buffer, value: Value, unscaled: bool) -> None:
         raise _Fault(f"{value.name} stands where the procedure has {buffer.name}")
 
 
-def _linearize(state: _State, instruction: Linearize) -> None:
-    _run(state, instruction)
-
-
 def _group(state: _State, instruction: Group) -> None:
     before = set(state.held)
     for inner in instruction.body:
@@ -314,7 +310,7 @@ def _hand_over(state: _State, instruction: HandOver) -> None:
 RULES: Mapping[type, Callable[[_State, Any], None]] = {
     RunPart: _run_part,
     Differentiate: _differentiate,
-    Linearize: _linearize,
+    Linearize: _run,
     Call: _call,
     CallLoss: _call,
     Group: _group,

@@ -25,6 +25,8 @@ from ..step.instructions import Buffer, BufferKind, Procedure
 if TYPE_CHECKING:
     from ..s5_lower.programs import SegmentPrograms
 
+#: Who adds to a gradient besides segments.
+EPILOGUE, CALLER = -1, -2
 #: Where something lies that is kept for the backward.
 DEVICE = "device"
 #: Rows of a chunk, of a layer and of a loss head.
@@ -48,8 +50,8 @@ class Value:
 
     Attributes:
         node: the captured value that it is, or whose gradient it is; None for what is kept.
-        segment: by whom it is kept; of a gradient to which several add, the one whose part it is, -1 for the
-            epilogue and -2 for the caller. None: a captured value, or the whole gradient.
+        segment: by whom it is kept; of a gradient to which several add, the one whose part it is (also
+            `EPILOGUE` or `CALLER`). None: a captured value, or the whole gradient.
     """
 
     kind: ValueKind
@@ -61,7 +63,7 @@ class Value:
         """Readable, and another one for each value of a step."""
         parts = [self.kind.value, "" if self.node is None else self.node.name]
         if self.segment is not None:
-            by = {-1: "of_epilogue", -2: "of_caller"}.get(self.segment, str(self.segment))
+            by = {EPILOGUE: "of_epilogue", CALLER: "of_caller"}.get(self.segment, str(self.segment))
             parts.append(by if self.node is None or self.kind is ValueKind.UNSCALED else f"part_{by}")
         return "_".join(p for p in parts if p)
 
@@ -326,7 +328,8 @@ class StepProgram:
     def backward_of(self, segment: int) -> Call | None:
         """What the backward of a segment runs; None if no gradient comes to it, or it runs whole."""
         if not self._backward_of:
-            self._backward_of.update({i.segment: i for i in _without_again(self.backward)})
+            calls = (i for i in unrolled(self.backward) if isinstance(i, Call))
+            self._backward_of.update({i.segment: i for i in calls})
         return self._backward_of.get(segment)
 
     def with_parts(
@@ -339,29 +342,17 @@ class StepProgram:
 def unrolled(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
     """Instructions one by one, with loops over layers taken apart, and groups as they are."""
     for instruction in body:
-        yield from (
-            unrolled(i for own in instruction.rounds for i in own)
-            if isinstance(instruction, Layers)
-            else (instruction,)
-        )
-
-
-def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
-    """Instructions one by one, those within loops and groups in their place."""
-    for instruction in body:
         if isinstance(instruction, Layers):
             for own in instruction.rounds:
-                yield from flat(own)
-        elif isinstance(instruction, Group | Again):
-            yield from flat(instruction.body)
+                yield from unrolled(own)
         else:
             yield instruction
 
 
-def _without_again(body: Iterable[StepInstruction]) -> Iterator[Call]:
-    for instruction in body:
-        if isinstance(instruction, Layers):
-            for own in instruction.rounds:
-                yield from _without_again(own)
-        elif isinstance(instruction, Call):
+def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
+    """Instructions one by one, those within loops and groups in their place."""
+    for instruction in unrolled(body):
+        if isinstance(instruction, Group | Again):
+            yield from flat(instruction.body)
+        else:
             yield instruction

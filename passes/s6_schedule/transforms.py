@@ -1,6 +1,6 @@
 """Functions from step program to step program: what the memory policy, padding and liveness make of it.
 
-The order is that of `transformed`. Each keeps the step's results and gradients.
+The order is that of `STEP_PASSES`. Each keeps the step's results and gradients.
 """
 
 from __future__ import annotations
@@ -68,14 +68,13 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
         body = tuple(forward[k] for k in places)
         if any(isinstance(i, CallLoss) for i in body):
             continue
-        forward[places[0] : places[-1] + 1] = [_group(body, group, parts, forward[places[-1] + 1 :])]
-        again = next(i for i in forward if isinstance(i, Group) and i.body == body).again
+        made = _group(body, group, parts, forward[places[-1] + 1 :])
+        forward[places[0] : places[-1] + 1] = [made]
         first = next((k for k, i in enumerate(backward) if _segment_of(i) in indices), None)
         if first is not None:
-            made = tuple(v for i in again for v in i.results)
-            backward.insert(
-                first, Again(body=again, segment=group[-1].index, inputs=_read(again), results=made)
-            )
+            results = tuple(v for i in made.again for v in i.results)
+            again = Again(body=made.again, segment=group[-1].index, inputs=_read(made.again), results=results)
+            backward.insert(first, again)
     return program.with_parts(forward, backward)
 
 

@@ -67,8 +67,7 @@ class Builder:
         self.sums = list(programs.buffers(BufferKind.SUM))
         self.state_gradients = list(programs.buffers(BufferKind.STATE_GRADIENT))
         self.cotangents = list(programs.buffers(BufferKind.COTANGENT))
-        keeps = bool(programs.keep) and way.training and not way.full
-        self.kept = (Buffer(BufferKind.KEPT),) if keeps else ()
+        self.kept = (Buffer(BufferKind.KEPT),) if programs.keeps(way) else ()
 
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""

@@ -8,6 +8,9 @@ from typing import Any
 
 import sympy
 
+from ..passes.s6_schedule.program import CHUNK as CHUNK
+from ..passes.s6_schedule.program import LOSS_CHUNK as LOSS_CHUNK
+
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
 KEPT = "attention outputs"
@@ -15,9 +18,8 @@ HIDDEN, DATA, OUTPUTS = "hidden-state gradients", "positions and masks", "output
 #: What memory is held for, in the order of pictures and tables.
 CAUSES = (STORED, KEPT, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS)
 
-TOKENS, BATCH, CHUNK, LOSS_CHUNK, ROWS, PREFIX, LOW, TOTAL = (
-    sympy.Symbol(n, integer=True, positive=True)
-    for n in ("T", "B", "chunk", "loss_chunk", "rows", "prefix", "low", "total")
+TOKENS, BATCH, ROWS, PREFIX, LOW, TOTAL = (
+    sympy.Symbol(n, integer=True, positive=True) for n in ("T", "B", "rows", "prefix", "low", "total")
 )
 
 

@@ -108,22 +108,21 @@ class ProcedureWalk:
         """A loop over chunks: the calls of its program."""
         segment, runner = within.runner.segment, within.runner
         cause = self.cause_of_programs(segment)
-        keeps = any(isinstance(inner, Keep) for inner in loop.body)
+        kept = self.kept_bytes(runner) if any(isinstance(inner, Keep) for inner in loop.body) else None
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
             calls, held = self.cost.calls_of(runner, run, self.sizes), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
-                if keeps:
-                    self._hold_kept(within, call.start)
+                if kept is not None:
+                    self._hold_kept(within, kept * call.start)
                     held = self.ledger.bytes()
                 now = {**held, cause: held.get(cause, 0) + call.peak}
                 yield Moment(within.phase, segment.index, call.chunk, run.program, now, call.flops)
-        if keeps:
-            self._hold_kept(within, self.sizes.tokens)
+        if kept is not None:
+            self._hold_kept(within, kept * self.sizes.tokens)
 
-    def _hold_kept(self, within: _Bound, rows: Any) -> None:
-        """What is kept of attention for the first `rows` rows."""
-        key = Value(ValueKind.KEPT, segment=within.call.segment)
-        self.ledger.hold(key, KEPT, self.kept_bytes(within.runner) * rows)
+    def _hold_kept(self, within: _Bound, size: Any) -> None:
+        """What is kept of attention, so far."""
+        self.ledger.hold(Value(ValueKind.KEPT, segment=within.call.segment), KEPT, size)
 
     def kept_bytes(self, runner: SegmentRunner) -> Any:
         """Bytes a row of the sequence that are kept of attention."""

@@ -1,6 +1,6 @@
 """Memory and work of one training step: what the runtime holds when, from the schedule and its programs.
 
-The step program is walked as the runtime runs it (`step_costs`). Where it calls a program, the program's own
+The step program is walked as the runtime runs it (`step_walk`). Where it calls a program, the program's own
 bytes come from liveness over its graph (`passes.cost.program`). With numbers for the sizes the result is a
 timeline; with symbols it is an expression in the sequence length, the batch size and the chunk.
 """
@@ -110,9 +110,7 @@ class StepCost(ProgramCosts):
     @cached_property
     def step_program(self) -> StepProgram:
         """The step of a batch without padding."""
-        runners = enumerate(self.executor.runners)
-        full = frozenset(k for k, r in runners if r is not None and self.is_full(r))
-        return self.executor.step_program(full)
+        return self.executor.step_program(self.executor.segments_where(self.is_full))
 
     def procedures(self, segment: Segment) -> list[Procedure]:
         """What runs a segment, once each; nothing of one that runs whole."""

@@ -48,6 +48,7 @@ class StepWalk(ProcedureWalk):
         self.program, self.phase = program, "forward"
         self.elsewhere: dict[Any, tuple[str, Any]] = {}
         self.whole = set(cost.executor.parts.whole.outputs)
+        self.leaves = {v.node for v in program.gradients}  # values of the caller's that have a gradient
         self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
 
     def moments(self) -> Iterator[Moment]:
@@ -135,13 +136,8 @@ class StepWalk(ProcedureWalk):
 
     def _hold_gradient(self, value: Value) -> None:
         node = _node(value)
-        cause = PARAMETERS if node in self.program_leaves else HIDDEN
+        cause = PARAMETERS if node in self.leaves else HIDDEN
         self.ledger.hold(value, cause, self.cost.bytes_of(node, self.sizes))
-
-    @property
-    def program_leaves(self) -> set[Node | None]:
-        """Values of the caller's that have a gradient."""
-        return {v.node for v in self.program.gradients}
 
     def _linearize(self, instruction: Linearize) -> Iterator[Moment]:
         for value in instruction.results:

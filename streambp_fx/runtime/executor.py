@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..options import Options
-from ..passes.graph.facts import Facts, PassError, evaluate_size, tensors_of
+from ..passes.graph.facts import Facts, PassError, tensors_of
 from ..passes.s2_prove.independent_samples import batch_size
 from ..passes.s3_cut.policy import Policy
 from ..passes.s3_cut.segment import samples
@@ -31,7 +31,7 @@ from .segments.owned_buffers import OwnedBuffers, attribute
 from .segments.questions_to_data import MaskQuestions, Questions
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
-from .step_interpreter import StepFrame, run_step
+from .step_interpreter import StepFrame, run_step, value_of
 from .step_kinds import Draws, Prepared, StepKind, step_kind
 from .step_sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
 from .written_inputs import WrittenInputs
@@ -103,9 +103,12 @@ class Executor:
 
     def program_of(self, step: StepData) -> StepProgram:
         """The instructions of a step."""
-        runners = enumerate(self.runners)
-        full = frozenset(k for k, r in runners if r is not None and r.is_full(step))
+        full = self.segments_where(lambda runner: runner.is_full(step))
         return self.step_program(full, step.training, step.needed is not None)
+
+    def segments_where(self, holds: Callable[[SegmentRunner], bool]) -> frozenset[int]:
+        """Of the segments that are run by chunks, the indices of those for which something holds."""
+        return frozenset(k for k, r in enumerate(self.runners) if r is not None and holds(r))
 
     def storing(self, policy: Policy) -> Executor:
         """The executor with this memory policy: this one."""
@@ -219,9 +222,7 @@ class Executor:
 
     def value(self, node: Node, values: dict[Any, Any], sizes: dict[sympy.Symbol, int]) -> Any:
         """A value of the step, or a size as a number."""
-        if node in values:
-            return values[node]
-        return evaluate_size(node, lambda expr: int(expr.subs(sizes)))
+        return value_of(node, values, sizes)
 
     def begin(self, inputs: Sequence[Any]) -> tuple[dict[Any, Any], dict[sympy.Symbol, int]]:
         """The values that a step begins with, whole values among them, and the sizes."""

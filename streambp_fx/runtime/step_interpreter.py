@@ -81,15 +81,20 @@ class StepFrame:
 
     def value(self, node: Node) -> Any:
         """A value of the step, or a size as a number."""
-        if node in self.values:
-            return self.values[node]
-        return evaluate_size(node, lambda expr: int(expr.subs(self.sizes)))
+        return value_of(node, self.values, self.sizes)
 
     def segment(self, call: Call) -> tuple[Segment, SegmentRunner]:
         """The segment of a call, and what runs its programs."""
         runner = self.runners[call.segment]
         assert runner is not None
         return self.facts.segments[call.segment], runner
+
+
+def value_of(node: Node, values: Mapping[Node, Any], sizes: Mapping[sympy.Symbol, int]) -> Any:
+    """What a node stands for: a value that is there, or a size as a number."""
+    if node in values:
+        return values[node]
+    return evaluate_size(node, lambda expr: int(expr.subs(sizes)))
 
 
 def run_step(body: Iterable[StepInstruction], frame: StepFrame) -> None:

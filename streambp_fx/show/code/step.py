@@ -12,7 +12,7 @@ from torch.fx import Node
 from ...passes.graph.facts import Kind, tensors_of
 from ...passes.graph.printing import WIDTH, fold, listed, pack, remark
 from ...passes.graph.subgraph import Subgraph
-from ...passes.s6_schedule.build import schedule
+from ...passes.s6_schedule.build import schedule, the_loss
 from ...passes.s6_schedule.program import (
     Again,
     Call,
@@ -57,8 +57,7 @@ class StepCode:
         results = [n for k, n in enumerate(self.executor.results) if k not in self.executor.parts.lazy]
         tensors = [n for n in results if isinstance(n, Node) and n in self.facts.needs_grad and tensors_of(n)]
         self.differentiated = list(dict.fromkeys(tensors))
-        scalars = [n for n in self.differentiated if tensors_of(n)[0].dim() == 0]
-        self.loss = scalars[0] if len(scalars) == 1 else None
+        self.loss = the_loss(self.differentiated)
         self.sweeps: dict[str, Sweeps] = {}
         self.parts: dict[str, PrintedSubgraph] = {}
         self.program = self._program()
@@ -66,8 +65,7 @@ class StepCode:
 
     def _program(self) -> StepProgram:
         """The step that is printed: nothing lies elsewhere, and nothing is written over."""
-        parts, runners = self.executor.parts, enumerate(self.executor.runners)
-        full = frozenset(k for k, r in runners if r is not None and self.context.always_full(r))
+        parts, full = self.executor.parts, self.executor.segments_where(self.context.always_full)
         seeds = self.differentiated if self.loss is None else [self.loss]
         program = schedule(parts, full, seeds=seeds)
         return drop_what_nobody_reads(keep_inputs_of_groups(program, parts))
