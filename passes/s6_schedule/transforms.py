@@ -62,6 +62,7 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
         return program
     found = [g for g in groups(parts.facts, parts.policy) if len(g) > 1]
     forward, backward = list(program.forward), list(program.backward)
+    returned = set(program.returned)
     for group in found:
         indices = {s.index for s in group}
         places = [k for k, i in enumerate(forward) if _segment_of(i) in indices]
@@ -69,6 +70,10 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
         if any(isinstance(i, CallLoss) for i in body):
             continue
         made = _group(body, group, parts, forward[places[-1] + 1 :])
+        # what the model returns is still there: nobody makes it again
+        made = replace(made, again=tuple(i for i in made.again if not returned.issuperset(i.results)))
+        if not made.again or any(v in returned for i in made.again for v in i.results):
+            continue
         forward[places[0] : places[-1] + 1] = [made]
         first = next((k for k, i in enumerate(backward) if _segment_of(i) in indices), None)
         if first is not None:

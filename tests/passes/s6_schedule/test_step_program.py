@@ -62,6 +62,7 @@ class Model(nn.Module):
         whole: a part that must run whole lies before the layers.
         logits: they are returned as well.
         shifted: a row's label is the next token.
+        shown: what the layers are given is returned as well.
     """
 
     def __init__(
@@ -72,23 +73,28 @@ class Model(nn.Module):
         whole: bool = False,
         logits: bool = False,
         shifted: bool = False,
+        shown: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
         self.layers = nn.ModuleList(Layer() for _ in range(count))
         self.linear, self.whole, self.logits, self.shifted = linear, whole, logits, shifted
+        self.shown = shown
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = self.embed(ids)
         x = x - x.mean(1, keepdim=True) if self.whole else x
+        given = x
         for layer in self.layers:
             x = layer(x)
         logits = self.head(x)
         rows, labels = (logits[:, :-1], ids[:, 1:]) if self.shifted else (logits, ids)
         loss = F.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="none")
         loss = loss.mean() if self.linear else loss.mean().sigmoid()
+        if self.shown:
+            return loss, given
         return (loss, logits) if self.logits else loss
 
 
@@ -181,6 +187,14 @@ def test_groups_run_again_what_they_do_not_keep() -> None:
     assert [len(g.body) for g in grouped] == [3, 2] and [len(a.body) for a in again] == [1, 2]
     assert [c.segment for a in again for c in a.body] == [3, 0, 1]
     assert len(list(after.instructions())) == len(list(before.instructions())) + 3
+
+
+@pytest.mark.parametrize(("every", "count"), [(1, 0), (2, 2)])
+def test_what_is_returned_is_not_made_again(every: int, count: int) -> None:
+    own = parts(Policy(every=every), shown=True)
+    found = transformed(schedule(own), own)
+    again = [c.segment for a in _unrolled(found.backward) if isinstance(a, Again) for c in a.body]
+    assert again == [3, 1][:count]  # the embedding, segment 0, is returned
 
 
 def test_what_is_kept_leaves_and_comes_back() -> None:
