@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -39,28 +39,73 @@ class Axis:
 
     `outer` and `inner` are 1 unless a view merged other dims into this one (`view(-1, vocabulary)`).
     `removed` counts rows that a slice took off (`logits[:, :-1]`): what follows is a sequence of its own.
+    `order`, if it is not None, is the sort that says in which order the entries are; see `RowOrder`.
     """
 
     role: Role = Role.ROW
     outer: sympy.Expr = sympy.S.One
     inner: sympy.Expr = sympy.S.One
     removed: int = 0
+    order: Node | None = None
 
     @property
     def simple(self) -> bool:
-        """True if the dim holds the sequence and nothing else."""
-        return self.outer == 1 and self.inner == 1
+        """True if the dim holds the sequence and nothing else, in its order."""
+        return self.outer == 1 and self.inner == 1 and self.order is None
 
     def size(self, length: Any, evaluate: Callable[[sympy.Expr], Any]) -> Any:
         """Size of the dim when `length` positions of the sequence are present."""
-        return evaluate(self.outer) * length * evaluate(self.inner) if not self.simple else length
+        return length if self.simple else evaluate(self.outer) * length * evaluate(self.inner)
 
     def __str__(self) -> str:
         name = self.role.value + (f"-{self.removed}" if self.removed else "")
-        return name if self.simple else "*".join(str(p) for p in (self.outer, name, self.inner) if p != 1)
+        name = "*".join(str(p) for p in (self.outer, name, self.inner) if p != 1)
+        return name if self.order is None else f"{name} sorted"
 
 
 Layout = tuple[Axis | None, ...]
+
+
+class Local(enum.Enum):
+    """What a value is about that means something only beside the rows it was made of."""
+
+    SORTED = "both results of a sort of rows"
+    POSITIONS = "positions of rows"
+    PLACES = "where rows have been sorted to"
+    COUNTS = "how many rows have each key"
+    ENDS = "where the rows of each key end among the sorted ones"
+
+
+@dataclass(frozen=True)
+class LocalValue:
+    """A value that is made of all rows of a sort, and that a chunk makes of its own rows.
+
+    NOTE [rows that are sorted]: a mixture of experts sorts its rows by expert, multiplies each by the
+    weights of its expert, and sorts back. Which place a row has meanwhile depends on all rows, and what comes
+    back for it on itself alone. So a chunk may sort by itself, if what it knows of the order (positions,
+    counts) is used for nothing else. Ops that are given such a value have rules of their own
+    (`rules/row_orders.py`), and what has none refuses it.
+
+    Attributes:
+        kind: what it is.
+        order: the sort; of counts and ends, None.
+        base: the axis of the rows that were counted, were sorted, or are pointed at.
+        keys: the value that was counted or sorted.
+        sorted_axis: of the rows in their order; not of counts and ends.
+    """
+
+    kind: Local
+    order: Node | None
+    base: Axis
+    keys: Node
+    sorted_axis: Axis = Axis()
+
+    @property
+    def covers(self) -> bool:
+        """True if positions name each of the rows that they point at exactly once."""
+        return self.order is not None and replace(self.base, order=self.order) == self.sorted_axis
+
+
 ROW_AXIS = Axis()
 COLUMN_AXIS = Axis(Role.COLUMN)
 
@@ -170,6 +215,7 @@ class Facts:
     laid_out: set[Node] = field(default_factory=set)
     kinds: dict[Node, Kind] = field(default_factory=dict)
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
+    local: dict[Node, LocalValue] = field(default_factory=dict)
     mixings: dict[Node, Mixing] = field(default_factory=dict)
     refusals: dict[Node, str] = field(default_factory=dict)
     faults: dict[Node, str] = field(default_factory=dict)  # bugs of op rules, each taken for a refusal

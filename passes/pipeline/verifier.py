@@ -58,7 +58,8 @@ def _kinds(facts: Facts) -> Iterator[str]:
         if kind is None:
             yield f"{node.name} has no kind"
             continue
-        if kind in CARRIES and tensors_of(node) and facts.carries(node) != CARRIES[kind]:
+        counted = kind is Kind.STREAM and node in facts.local
+        if kind in CARRIES and tensors_of(node) and facts.carries(node) != CARRIES[kind] and not counted:
             yield f"{node.name} is {kind.value} and has the shape {shape_of(node)}"
         may = MAY_READ[kind]
         for operand in operands(node) if node.op == "call_function" else ():

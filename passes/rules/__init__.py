@@ -15,6 +15,7 @@ from . import (  # noqa: F401  (register their rules)
     pointwise,
     quantised,
     reductions,
+    row_orders,
     scatters,
     shapes,
 )
@@ -27,6 +28,7 @@ from .registry import (
     merge_axis,
     normalize_dim,
     rule,
+    rule_for,
     rule_of,
 )
 
@@ -39,5 +41,6 @@ __all__ = [
     "merge_axis",
     "normalize_dim",
     "rule",
+    "rule_for",
     "rule_of",
 ]

@@ -77,6 +77,8 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
         raise NotSeparable("a product with a vector")
     batch = _batch(ctx, node, left, right, a, b)
     m, contracted_a, contracted_b, n = a[-2], a[-1], b[-2], b[-1]
+    if (contracted_a, contracted_b, n) == (None, None, None):
+        return (*batch, m, n)
     for axis in (m, contracted_a, contracted_b, n):
         if axis is not None and not axis.simple:
             raise NotSeparable("a product over a dim that merges the sequence with another")

@@ -25,6 +25,15 @@ def embedding(ctx: RuleContext, node: Node) -> Layout:
     return (*ctx.layout(call["indices"]), None)
 
 
+@rule(aten.one_hot.default)
+def one_hot(ctx: RuleContext, node: Node) -> Layout:
+    """A vector for each number, of as many entries as are asked for."""
+    call = arguments(node)
+    if not isinstance(call["num_classes"], int) or call["num_classes"] < 0:
+        raise NotSeparable("a one_hot whose width depends on all rows")
+    return (*ctx.layout(call["self"]), None)
+
+
 @rule(aten.gather.default)
 def gather(ctx: RuleContext, node: Node) -> Layout:
     """An element of each row, at an index that has the same rows."""

@@ -65,8 +65,11 @@ def _take_rows(ctx: RuleContext, operand: Node, result: list[Axis | None]) -> No
 def _check_covered(ctx: RuleContext, operand: Node, result: list[Axis | None], rank: int) -> None:
     sequence = ctx.facts.sequence
     for offset, size in enumerate(reversed(shape_of(operand))):
-        if sequence in size.free_symbols and result[rank - 1 - offset] is None:
+        axis = result[rank - 1 - offset]
+        if sequence in size.free_symbols and axis is None:
             raise NotSeparable(f"operand {operand.name} carries the sequence where the others do not")
+        if sequence in size.free_symbols and axis is not None and axis.order is not None:
+            raise NotSeparable(f"operand {operand.name} is not known to be in the order of sorted rows")
 
 
 POINTWISE = [

@@ -11,6 +11,7 @@ from torch.fx import Node
 from ..graph.facts import Kind, Layout, NotSeparable, Role
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, normalize_dim, rule
+from .row_orders import sorted_rows
 
 aten = torch.ops.aten
 
@@ -29,11 +30,11 @@ def reduced_dims(given: Any, rank: int) -> list[int]:
     aten.norm.ScalarOpt_dim, aten.max.dim, aten.min.dim,
 )  # fmt: skip
 def reduce(ctx: RuleContext, node: Node) -> Layout:
-    """Over dims without the sequence, rows stay rows; a reduction over the sequence is refused."""
+    """Over dims without the sequence, or over what a row reads, rows stay rows; over rows it is refused."""
     call = arguments(node)
     layout = ctx.layout(call["self"])
     dims = reduced_dims(call["dim"], len(layout))
-    forbid(layout, dims, "a reduction over")
+    forbid(layout, dims, "a reduction over", Role.ROW)
     return tuple(None if d in dims else a for d, a in enumerate(layout) if call["keepdim"] or d not in dims)
 
 
@@ -63,9 +64,18 @@ def layer_norm(ctx: RuleContext, node: Node) -> Layout:
     return layout
 
 
-@rule(aten.cumsum.default, aten.cumprod.default, aten.sort.default, aten.argsort.default)
+@rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+def sort(ctx: RuleContext, node: Node) -> Layout:
+    """Along a dim without the sequence rows stay rows; sorted rows are in an order of their own."""
+    call = arguments(node)
+    layout = ctx.layout(call["self"])
+    dim = normalize_dim(call["dim"], len(layout))
+    return sorted_rows(ctx, node) if layout and layout[dim] is not None else layout
+
+
+@rule(aten.cumsum.default, aten.cumprod.default)
 def scan(ctx: RuleContext, node: Node) -> Layout:
-    """A running sum, product or sort along a dim without the sequence: rows stay rows."""
+    """A running sum or product along a dim without the sequence: rows stay rows."""
     call = arguments(node)
     layout = ctx.layout(call["self"])
     forbid(layout, [normalize_dim(call["dim"], len(layout))], "a scan along")

@@ -13,6 +13,7 @@ from ..graph.facts import Axis, Facts, Layout, Mixing, NotSeparable, Role
 
 Rule = Callable[["RuleContext", Node], Layout]
 RULES: dict[Any, Rule] = {}
+LOCAL_RULES: dict[Any, Rule] = {}
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
@@ -28,9 +29,38 @@ def rule(*ops: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+def local_rule(*ops: Any) -> Callable[[Rule], Rule]:
+    """Register the rule of these ops where an operand is a `LocalValue`; see `row_orders`."""
+
+    def register(function: Rule) -> Rule:
+        for op in ops:
+            assert op not in LOCAL_RULES, f"two local rules for {op}"
+            LOCAL_RULES[op] = function
+        DETERMINISTIC.update(ops)
+        return function
+
+    return register
+
+
 def rule_of(target: Any) -> Rule | None:
     """The rule of what a node calls."""
-    return RULES.get(target) or RULES.get(getattr(getattr(target, "_schema", None), "name", None))
+    return _found(RULES, target)
+
+
+def rule_for(facts: Facts, node: Node) -> Rule | None:
+    """The rule of a node: where an operand is a `LocalValue`, that for such operands, and nothing else."""
+    if any(n in facts.local for n in node.all_input_nodes):
+        return _found(LOCAL_RULES, node.target) or _refuse_local
+    return rule_of(node.target)
+
+
+def _found(rules: dict[Any, Rule], target: Any) -> Rule | None:
+    return rules.get(target) or rules.get(getattr(getattr(target, "_schema", None), "name", None))
+
+
+def _refuse_local(ctx: RuleContext, node: Node) -> Layout:
+    found = next(ctx.facts.local[n] for n in node.all_input_nodes if n in ctx.facts.local)
+    raise NotSeparable(f"{node.target} is given {found.kind.value}")
 
 
 class RuleContext:

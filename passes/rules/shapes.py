@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Axis, Kind, Layout, NotSeparable, expression, shape_of, tensors_of
+from ..graph.facts import Axis, Kind, Layout, NotSeparable, Role, expression, shape_of, tensors_of
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, merge_axis, normalize_dim, rule
 
@@ -93,8 +94,10 @@ def _place_axis(
     for d in group_out:
         after_dim = sympy.cancel(after_dim / after[d])
         if _whole(outer / before_dim) and _whole(inner / after_dim):
-            merged = sympy.cancel(outer / before_dim), sympy.cancel(inner / after_dim)
-            result[d] = Axis(axis.role, *merged, axis.removed)
+            outer, inner = sympy.cancel(outer / before_dim), sympy.cancel(inner / after_dim)
+            if axis.order is not None and (outer, inner) != (axis.outer, axis.inner):
+                raise NotSeparable("a view of sorted rows that takes entries of a row apart, or together")
+            result[d] = dataclasses.replace(axis, outer=outer, inner=inner)
             return
         before_dim = before_dim * after[d]
     raise NotSeparable(f"a view splits the sequence axis: {before} to {after}")
@@ -280,13 +283,19 @@ def joined(ctx: RuleContext, parts: Any) -> Layout:
 
 @rule(aten.repeat_interleave.self_int)
 def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
-    """Repeated along a dim without the sequence (heads of grouped attention)."""
+    """Repeated along a dim without the sequence (heads of grouped attention), or each row several times."""
     call = arguments(node)
     layout = ctx.layout(call["self"])
     if call["dim"] is None:
         raise NotSeparable("repeat_interleave flattens its operand")
-    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a repetition along")
-    return layout
+    dim = normalize_dim(call["dim"], len(layout))
+    axis = layout[dim]
+    if axis is None:
+        return layout
+    if axis.role is not Role.ROW or axis.order is not None or not isinstance(call["repeats"], int):
+        raise NotSeparable(f"a repetition along the sequence axis (dim {dim})")
+    repeated = dataclasses.replace(axis, inner=axis.inner * call["repeats"])
+    return (*layout[:dim], repeated, *layout[dim + 1 :])
 
 
 @rule(aten.repeat.default, aten.tile.default)

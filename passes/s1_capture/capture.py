@@ -138,7 +138,13 @@ def _trace(
         inputs = make_inputs()
         memory.see(inputs)
         run = Retrace(module, floats, meta_as, memory).run
-        traced = trace(run, *inputs, pre_dispatch=True)
+        try:
+            traced = trace(run, *inputs, pre_dispatch=True)
+        except RuntimeError as error:
+            if "leaf Variable" not in str(error):
+                raise
+            # made for the trace; in the model it is the result of something, or eager refuses it as well
+            raise MutationError("an input that has a gradient is changed in place") from error
         nodes = list(traced.graph.nodes)
         if not (memory.changed or any(map(changes_something, nodes)) or changes_inside(nodes)):
             return traced, []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import CapturedGraph, expression, shape_of
 from ..graph.functionalization import NotPureError
-from ..graph.op_arguments import sdpa_arguments
+from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.purity import is_impure
 from ..rules.pointwise import pointwise_ops
 
@@ -206,6 +207,33 @@ def _moved(graph: Graph, before: Node, old: Node, new: tuple, momentum: float) -
     return insert(
         graph, before, aten.add.Tensor, kept, insert(graph, before, aten.mul.Tensor, batch, momentum)
     )
+
+
+@rewrite(aten.index_put.default)
+def inverse_order(graph: Graph, node: Node) -> Node | None:
+    """0, 1, 2, ... put at the places that a sort gives: where each entry has gone, the order of the order."""
+    base, (order, *others), values, *accumulate = node.args
+    if others or any(accumulate) or node.kwargs.get("accumulate") or not _is_order(order):
+        return None
+    call = arguments(values) if isinstance(values, Node) and values.target in RANGES else {}
+    counted = bool(call) and (call.get("start", 0), call.get("step", 1)) == (0, 1)
+    whole = all(n.meta["val"].dtype == torch.int64 for n in (base, values, node))
+    if not counted or not whole or not shape_of(base) == shape_of(values) == shape_of(order):
+        return None
+    return insert(graph, node, aten.argsort.default, order)
+
+
+RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def _is_order(node: Any) -> bool:
+    """True for a vector that names each place of another one once."""
+    if not isinstance(node, Node) or len(shape_of(node)) != 1:
+        return False
+    if node.target in (aten.argsort.default, aten.argsort.stable):
+        return True
+    sorts = (aten.sort.default, aten.sort.stable)
+    return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in sorts  # type: ignore[union-attr]
 
 
 @rewrite(aten.cat.default)

@@ -130,11 +130,19 @@ def _symbols_named(inputs: Mapping, seq_dim: Mapping[str, int]) -> set[sympy.Sym
 
 def _longer(module: GraphModule, found: set[sympy.Symbol]) -> int:
     """By how much the inputs are longer than what the ops read along; 0 if that is no number from -1 on."""
-    reads = [expression(s) for s in _sizes_read(module)]
-    of_sequence = [e for e in reads if e.free_symbols and e.free_symbols <= found]
+    reads = [(expression(value.shape[dim]), value) for value, dim in _reads(module)]
+    of_sequence = [
+        e for e, v in reads if e.free_symbols and e.free_symbols <= found and not _is_extended(v, e)
+    ]
     missing = {sympy.simplify(s - e) for e in of_sequence for s in e.free_symbols}
     (number,) = missing if len(missing) == 1 else (sympy.S.Zero,)
     return int(number) if number.is_Integer and number >= -1 else 0
+
+
+def _is_extended(value: torch.Tensor, size: sympy.Expr) -> bool:
+    """True for scores with more columns than rows (sinks): they do not say how long the sequence is."""
+    others = (expression(s) for s in value.shape)
+    return any(o != size and o.free_symbols == size.free_symbols for o in others)
 
 
 def lengths_read(module: GraphModule) -> set[int]:
@@ -183,15 +191,20 @@ def _voted(module: GraphModule) -> set[sympy.Symbol]:
 
 
 def _sizes_read(module: GraphModule) -> list[Any]:
+    return [value.shape[dim] for value, dim in _reads(module)]
+
+
+def _reads(module: GraphModule) -> list[tuple[torch.Tensor, int]]:
+    """Values that the graph's ops read along a dim, and the dim."""
     graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]  # bodies of regions as well
     for table in (ATTENTION, SCANS, PRODUCTS):
-        found = []
+        found: list[tuple[torch.Tensor, int]] = []
         for node in itertools.chain.from_iterable(g.nodes for g in graphs):
             rule = table.get(_name(node)) if node.op in ("call_function", "call_method") else None
             for operand, dim in rule(node) if rule is not None else ():
                 value = operand.meta.get("example_value") if isinstance(operand, Node) else None
                 if isinstance(value, torch.Tensor) and value.dim() > 1:
-                    found.append(value.shape[dim])
+                    found.append((value, dim))
         if found:
             return found
     return []

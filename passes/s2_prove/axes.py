@@ -24,7 +24,7 @@ from ..graph.facts import (
 from ..graph.functionalization import MutationError, NotPureError
 from ..graph.purity import is_random
 from ..graph.sources import path
-from ..rules import Rule, RuleContext, rule_of
+from ..rules import Rule, RuleContext, rule_for
 from ..rules.asking import ask
 from ..rules.pointwise import align, pointwise
 from .autograd_function_rows import FunctionCall, has_linear_backward
@@ -55,6 +55,8 @@ def axes(captured: CapturedGraph) -> Facts:
             facts.sources[node] = sources
         if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
             facts.layouts[node] = _layout(facts, context, node)
+        if node in facts.local:  # made by each chunk, though it may have no rows
+            facts.kinds[node] = Kind.STREAM
     facts.needs_grad = _reached_by_gradients(facts)
     for node, value in zip(facts.written, facts.results[len(facts.outputs) :], strict=True):
         if value in facts.needs_grad:
@@ -169,12 +171,12 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
         # NOTE [seeds]: inputs whose size is the declared sequence symbol itself carry the sequence.
         return tuple(ROW_AXIS if s == facts.sequence else None for s in shape_of(node))
     opaque = next((facts.opaque[n] for n in operands(node) if n in facts.opaque), None)
-    if not any(facts.carries(n) for n in (node, *operands(node))):
+    if not any(facts.carries(n) or n in facts.local for n in (node, *operands(node))):
         if opaque is not None:
             facts.opaque[node] = opaque
         return (None,) * tensors_of(node)[0].dim()
-    function = rule_of(node.target)
-    if isinstance(node.target, CustomFunction):
+    function = rule_for(facts, node)
+    if isinstance(node.target, CustomFunction) and function is None:
         function = custom_layout
     try:
         if opaque is not None:
@@ -223,7 +225,7 @@ def _healed(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     Broadcasting against a value with known rows still tells which dim carries the sequence; that the
     rows depend on all of the sequence is kept by the refusal, which keeps the region unchunked.
     """
-    if rule_of(node.target) is not pointwise or not facts.carries(node):
+    if rule_for(facts, node) is not pointwise or not facts.carries(node):
         return None
     known = [n for n in operands(node) if tensors_of(n) and facts.layouts.get(n) is not None]
     try:

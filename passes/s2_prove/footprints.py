@@ -7,6 +7,7 @@ by how much: CAUSAL [0, i], WINDOW [i - w + 1, i] or FULL. What is known of scor
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
     backwards, so the columns of the scores need only reach as far as those of the product with the values.
     Two kinds of op may stand between the two: those that make an element of the element at the same place,
     and a softmax over the columns of scores that are masked out by the very mask that limits the product.
+    Beside it a reduction may give a number a row, to which what that mask hides adds nothing.
     Any other use of a (row, column) value makes it FULL.
     """
     readers: list[Mixing] = []
@@ -87,8 +89,12 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
                 readers.append(reader)
                 continue
             over = _masked_softmax(facts, scores, node, user)
+            ends = _masked_reduction(facts, scores, node, user) if over is None else None
             if over is not None:
                 crossed.add(over)
+            elif ends is not None:
+                crossed.add(ends)
+                continue
             elif user.op == "output" or not facts.has_columns(user) or not is_elementwise(facts, user):
                 return _read_all(mixing)
             pending.append(user)
@@ -114,3 +120,19 @@ def _masked_softmax(facts: Facts, scores: Scores, operand: Node, node: Node) -> 
         return None
     known: Score | None = scores.of(operand)
     return Mask(known.parts) if known is not None and known.is_masked_out else None
+
+
+# Reductions over columns to which minus infinity adds nothing, and those to which zero adds nothing.
+OVER_VISIBLE = (aten.logsumexp.default, aten.amax.default, aten.max.dim)
+OVER_WEIGHTS = (aten.sum.dim_IntList,)
+
+
+def _masked_reduction(facts: Facts, scores: Scores, operand: Node, node: Node) -> Mask | None:
+    """The mask of a reduction over columns, to whose result, a number a row, what is hidden adds nothing."""
+    if node.target not in (*OVER_VISIBLE, *OVER_WEIGHTS) or facts.has_columns(node):
+        return None
+    known = scores.of(operand)
+    if known is None or any(u.target is operator.getitem and u.args[1] == 1 for u in node.users):
+        return None  # which column is the largest is a position among those that are read
+    nothing = known.is_masked_out if node.target in OVER_VISIBLE else known.hidden is Hidden.ZERO
+    return Mask(known.parts) if nothing else None

@@ -31,7 +31,7 @@ from ..graph.facts import (
 )
 from ..graph.op_arguments import sdpa_arguments
 from ..graph.sources import source_line
-from ..rules import Rule, RuleContext, forbid, merge_aligned, rule_of
+from ..rules import Rule, RuleContext, forbid, merge_aligned, rule_for
 from ..rules.asking import ask
 from ..rules.size_operands import check_sizes, mentions
 from .axes import custom_layout
@@ -157,24 +157,27 @@ def _layout(context: RuleContext, node: Node, given: bool) -> Layout:
     facts = context.facts
     if given or node.op in ("placeholder", "get_attr"):
         return _seeded(facts, node)
-    if not any(facts.carries(n) or mentions(facts, n) for n in (node, *operands(node))):
+    near = (node, *operands(node))
+    if not any(facts.carries(n) or mentions(facts, n) or n in facts.local for n in near):
         return (None,) * tensors_of(node)[0].dim()
     if not isinstance(node.target, CustomFunction):
         check_sizes(facts, node, "batch size")
-    rule = _rule(node)
+    rule = _rule(facts, node)
     if rule is None:
         raise NotSeparable("there is no rule for it")
     return ask(rule, context, node)
 
 
-def _rule(node: Node) -> Rule | None:
+def _rule(facts: Facts, node: Node) -> Rule | None:
+    if any(n in facts.local for n in operands(node)):
+        return rule_for(facts, node)
     if isinstance(node.target, CustomFunction):
         return custom_layout
     if node.target in FILLS | REPEATS:
         return _repeated
     if node.target is aten.scaled_dot_product_attention.default:
         return _attention
-    return rule_of(node.target)
+    return rule_for(facts, node)
 
 
 def _seeded(facts: Facts, node: Node) -> Layout:

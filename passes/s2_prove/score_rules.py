@@ -341,6 +341,16 @@ def exp(scores: Scores, node: Node, call: Call) -> Score | None:
     return Score(ordinary=False, finite=False)
 
 
+@transfer(aten.clamp_min.default)
+def clamp_min(scores: Scores, node: Node, call: Call) -> Score | None:
+    """A bound as low as what is masked out: minus infinity becomes low, and all else stays."""
+    known, bound = scores.of(call["self"]), scores.number(call["min"])
+    low = bound is not None and bound <= torch.finfo(tensors_of(node)[0].dtype).min / 2
+    if known is None or not low or known.hidden is not Hidden.INFINITE:
+        return known if low else None
+    return replace(known, hidden=Hidden.LOW)
+
+
 @transfer(aten.sigmoid.default)
 def sigmoid(scores: Scores, node: Node, call: Call) -> Score | None:
     """What is low becomes zero; all of it is between 0 and 1."""

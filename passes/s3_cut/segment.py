@@ -60,10 +60,10 @@ def _streamed(facts: Facts) -> list[Node]:
 def row_axis(facts: Facts, node: Node) -> tuple[int, Axis] | None:
     """Dim and axis of the rows of a value that can be stored by rows, else None."""
     layout = facts.layouts.get(node)
-    if layout is None or isinstance(node.meta["val"], (tuple, list)):
+    if layout is None or isinstance(node.meta["val"], (tuple, list)) or node in facts.local:
         return None
     found = [(d, a) for d, a in enumerate(layout) if a is not None]
-    if len(found) != 1 or found[0][1].role is not Role.ROW:
+    if len(found) != 1 or found[0][1].role is not Role.ROW or found[0][1].order is not None:
         return None
     sizes = [s for d, s in enumerate(shape_of(node)) if d != found[0][0]]
     return None if any(facts.sequence in s.free_symbols for s in sizes) else found[0]

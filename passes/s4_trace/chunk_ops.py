@@ -77,6 +77,14 @@ def _with_size(value: Tensor, dim: int, size: Size) -> list[Size]:
     return [size if d == dim else s for d, s in enumerate(value.shape)]
 
 
+@emit(aten.one_hot.default)
+def one_hot(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """By a comparison: `one_hot` itself looks at the numbers, which a trace has not."""
+    call = arguments(node)
+    value = run.operand(call["self"], role)
+    return (value.unsqueeze(-1) == torch.arange(call["num_classes"], device=value.device)).to(torch.int64)
+
+
 @emit(*LIKE_ANOTHER)
 def cast_like(run: Evaluation, node: Node, role: Role) -> Tensor:
     """A cast; the tensor that lends its dtype is not needed on the chunk."""

@@ -14,6 +14,7 @@ from ..graph.facts import Axis, Kind, PassError, Role, evaluate, evaluate_size, 
 from ..masks.analysis import materialize
 from ..rules.op_sets import ALIGNED
 from .carried_state import Ranges, Size, StateReader, edges
+from .foreign_ops import call_foreign, is_foreign
 from .prefix_attention import dropout_mask
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class Evaluation:
             return self.aligned(operand, roles.get(operand, role), result)
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+        if is_foreign(node.target) and node in self.facts.needs_grad:
+            return call_foreign(node.target, args, kwargs)
         return node.target(*args, **kwargs)
 
     def aligned(self, operand: Node, role: Role, result: tuple[Axis | None, ...] | None) -> Any:

@@ -14,6 +14,7 @@ from adversaries import (
     buffers,
     calls,
     complex_values,
+    experts,
     functions,
     gradients,
     hooks,
@@ -38,7 +39,7 @@ MODULES = (
     functions,
     gradients,
 )
-MODULES += (objectives, calls, situations)
+MODULES += (objectives, calls, situations, experts)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "in place: plus equals": "compile",

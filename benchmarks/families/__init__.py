@@ -1,0 +1,1 @@
+"""Every causal language model of transformers at a tiny size: is it exact, streamed, and how small."""

@@ -1,0 +1,97 @@
+"""Attention with sinks in normal form: a softmax over scores and more columns, which are not read.
+
+With L the log-sum-exp of a row of scores s, and K that of its sinks k,
+
+    softmax([s, k])[: len(s)] = softmax(s) * exp(L) / (exp(L) + exp(K)) = softmax(s) * sigmoid(L - K)
+
+so no value has more columns than there are keys.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..graph.facts import shape_of
+from ..graph.op_arguments import arguments
+from .normalize import insert, rewrite
+
+aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten._to_copy.default)
+SOFTMAXES = (aten.softmax.int, aten._softmax.default)
+
+
+@rewrite(aten.slice.Tensor)
+def without_sinks(graph: Graph, node: Node) -> Node | None:
+    """`softmax(cat([scores, sinks], -1), -1)[..., :-1]` -> a softmax of the scores, times a number a row."""
+    call = arguments(node)
+    weights = _under_casts(call["self"])
+    last = len(shape_of(node)) - 1
+    if weights.target not in SOFTMAXES or call["dim"] % (last + 1) != last or call["start"] not in (None, 0):
+        return None
+    if arguments(weights)["dim"] % (last + 1) != last:
+        return None
+    joined = _under_casts(_unshifted(_under_casts(weights.args[0]), last))
+    if joined.target is not aten.cat.default or arguments(joined)["dim"] % (last + 1) != last:
+        return None
+    parts = joined.args[0]
+    if len(parts) != 2 or shape_of(parts[0]) != shape_of(node):  # type: ignore[arg-type]
+        return None
+    scores, sinks = parts  # type: ignore[misc]
+    dtype = _widest(scores, weights)
+    scores, sinks = _cast(graph, node, scores, dtype), _cast(graph, node, _unexpanded(sinks), dtype)
+    # a row that sees nothing has scores of minus infinity, and weights of zero
+    lowest = torch.finfo(dtype).min
+    scores = insert(graph, node, aten.clamp_min.default, scores, lowest)
+    total = insert(graph, node, aten.logsumexp.default, scores, [last], True)
+    if shape_of(sinks)[last] != 1:
+        sinks = insert(graph, node, aten.logsumexp.default, sinks, [last], True)
+    share = insert(graph, node, aten.sigmoid.default, insert(graph, node, aten.sub.Tensor, total, sinks))
+    kept = insert(graph, node, aten.mul.Tensor, insert(graph, node, aten.softmax.int, scores, last), share)
+    return _cast(graph, node, kept, node.meta["val"].dtype)
+
+
+def _under_casts(node: Any) -> Node:
+    while node.target in CASTS and node.meta["val"].is_floating_point():
+        node = node.args[0]
+    return node
+
+
+def _unshifted(node: Node, last: int) -> Node:
+    """The operand of `x - x.max(-1, keepdim=True)`, which has the same softmax; else the value itself."""
+    if node.target is not aten.sub.Tensor or node.kwargs or not isinstance(node.args[1], Node):
+        return node
+    source, largest = node.args
+    while largest.target is aten.detach.default:  # type: ignore[union-attr]
+        largest = largest.args[0]  # type: ignore[union-attr]
+    if largest.target is operator.getitem and largest.args[1] == 0:  # type: ignore[union-attr]
+        largest = largest.args[0]  # type: ignore[union-attr]
+    if largest.target not in (aten.max.dim, aten.amax.default):  # type: ignore[union-attr]
+        return node
+    call = arguments(largest)  # type: ignore[arg-type]
+    dims = [call["dim"]] if isinstance(call["dim"], int) else list(call["dim"])
+    along = [d % (last + 1) for d in dims] == [last] and call["keepdim"]
+    return source if along and call["self"] is source else node  # type: ignore[return-value]
+
+
+def _widest(scores: Node, weights: Node) -> torch.dtype:
+    """The dtype of the softmax, and at least float32: what is rounded once there is rounded thrice here."""
+    dtypes = (scores.meta["val"].dtype, weights.meta["val"].dtype, torch.float32)
+    return torch.promote_types(torch.promote_types(*dtypes[:2]), dtypes[2])
+
+
+def _cast(graph: Graph, before: Node, value: Node, dtype: torch.dtype) -> Node:
+    return value if value.meta["val"].dtype == dtype else insert(graph, before, aten.to.dtype, value, dtype)
+
+
+def _unexpanded(sinks: Node) -> Node:
+    """Sinks before they are repeated over samples and rows; a broadcast does that by itself."""
+    while sinks.target in (aten.expand.default, aten.contiguous.default, aten.clone.default):
+        source: Any = sinks.args[0]
+        if len(shape_of(source)) != len(shape_of(sinks)):
+            break
+        sinks = source
+    return sinks
