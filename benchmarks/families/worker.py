@@ -1,4 +1,4 @@
-"""One family in a process of its own: `python -m benchmarks.families.worker FAMILY` prints one line of JSON."""
+"""One family in a process of its own: `python -m benchmarks.families.worker FAMILY` prints a line of JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import streambp_fx
+from streambp_fx.measure.in_float64 import true_double
 from streambp_fx.measure.live_bytes import peak_live_bytes
 
 from .configs import VOCAB, build
-from .double import true_double
 
 LENGTH, CHUNK = 1024, 64
 SHORT = 67

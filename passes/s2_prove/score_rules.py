@@ -341,10 +341,12 @@ def exp(scores: Scores, node: Node, call: Call) -> Score | None:
     return Score(ordinary=False, finite=False)
 
 
-@transfer(aten.clamp_min.default)
+@transfer(aten.clamp.default, aten.clamp_min.default)
 def clamp_min(scores: Scores, node: Node, call: Call) -> Score | None:
     """A bound as low as what is masked out: minus infinity becomes low, and all else stays."""
     known, bound = scores.of(call["self"]), scores.number(call["min"])
+    if call.get("max") is not None:
+        return None
     low = bound is not None and bound <= torch.finfo(tensors_of(node)[0].dtype).min / 2
     if known is None or not low or known.hidden is not Hidden.INFINITE:
         return known if low else None

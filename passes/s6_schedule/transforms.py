@@ -151,14 +151,15 @@ def move_what_is_kept(program: StepProgram, parts: StepParts) -> StepProgram:
     leaving = _leaving(program, keepers)
     forward: list[StepInstruction] = []
     number = 0
-    for instruction in program.forward:
+    for place, instruction in enumerate(program.forward):
+        needed = {v for i in program.forward[place:] for v in i.inputs}
         if any(instruction is k for k in keepers):
-            forward += _left(leaving, number - 2)
+            forward += _left(leaving, number - 2, needed)
             forward.append(replace(instruction, place=parts.policy.offload))  # type: ignore[call-arg]
             number += 1
             continue
         if isinstance(instruction, CallLoss):  # where memory is scarcest
-            forward += [*_left(leaving, number - 2), *_left(leaving, number - 1)]
+            forward += [*_left(leaving, number - 2, needed), *_left(leaving, number - 1, needed)]
         forward.append(instruction)
     gone = {v for i in forward if isinstance(i, Leave) for v in i.inputs}
     return program.with_parts(forward, _fetched(program.backward, keepers, leaving, gone))
@@ -190,8 +191,10 @@ def _leaving(program: StepProgram, keepers: list[StepInstruction]) -> list[tuple
     return found[::-1]
 
 
-def _left(leaving: list[tuple[Value, ...]], number: int) -> list[StepInstruction]:
-    return [Leave(inputs=leaving[number], number=number)] if number >= 0 and leaving[number] else []
+def _left(leaving: list[tuple[Value, ...]], number: int, needed: set[Value]) -> list[StepInstruction]:
+    """What one keeper keeps leaves, but for what the forward still reads."""
+    found = tuple(v for v in leaving[number] if v not in needed) if number >= 0 else ()
+    return [Leave(inputs=found, number=number)] if found else []
 
 
 def _fetched(

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.families.double import true_double  # noqa: F401  (what tests of these models need)
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from streambp_fx.measure.in_float64 import true_double  # noqa: F401  (what tests of these models need)
 
 VOCAB, HIDDEN, HEAD = 97, 32, 8
 CHUNK, LOSS_CHUNK = 16, 8

@@ -79,7 +79,7 @@ def _announced(mutant: Mutant) -> bool:
 
 
 def _outcome(mutant: Mutant) -> str:
-    """ "caught" if a test fails, "SURVIVED" if none does, "too long" if they do not end in `LIMIT` seconds."""
+    """What came of it: "caught" if a test fails, "SURVIVED" if none does, "too long" if they do not end."""
     with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
         file.write(mutant.source)
     try:

@@ -138,7 +138,7 @@ def two_mixtures(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 @CASES.block(parts=parts)
 def which_choice_it_was(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    flat, weights, chosen = routed(m, x)
+    flat, _, chosen = routed(m, x)
     keys, order = chosen.view(-1).sort()
     y = expert(m, flat[order // TOP], keys, ends_of(keys)) * (1 + order % TOP).unsqueeze(-1)
     return x + y[order.argsort()].view(-1, TOP, WIDTH).sum(1).view_as(x)
@@ -148,7 +148,7 @@ def which_choice_it_was(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _sorted_by_expert(m: Subject, x: Tensor, top: int = TOP) -> tuple[Tensor, ...]:
-    flat, weights, chosen = routed(m, x, top)
+    flat, _, chosen = routed(m, x, top)
     keys, order = chosen.reshape(-1).sort()
     return flat, keys, order, flat[order // top]
 
@@ -304,7 +304,7 @@ def sorted_by_data(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 @CASES.loss(f"{STREAMED}|{PARTLY}", parts)
 def counts_are_returned(m: Subject, x: Tensor, ids: Tensor) -> Any:
-    flat, keys, order, rows = _sorted_by_expert(m, x)
+    _, keys, order, rows = _sorted_by_expert(m, x)
     counts = torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
     y = _back(x, order, expert(m, rows, keys, ends_of(keys)))
     return F.cross_entropy(m.head(y).flatten(0, 1), ids.flatten()), counts
@@ -313,7 +313,7 @@ def counts_are_returned(m: Subject, x: Tensor, ids: Tensor) -> Any:
 @CASES.loss(f"{STREAMED}|{PARTLY}", parts)
 def balance(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """The auxiliary loss of a mixture: means over all rows enter the objective."""
-    flat, weights, chosen = routed(m, x)
+    flat, _, chosen = routed(m, x)
     y = sorted_and_put_back(m, x, ids)
     share = F.one_hot(chosen, EXPERTS).to(x.dtype).mean((0, 1))
     aux = EXPERTS * (share * m.router(flat).softmax(-1).mean(0)).sum()

@@ -71,6 +71,17 @@ CAUSAL: dict[str, Weights] = {
     ),
     "dropout": lambda s, h, o: F.dropout(s.masked_fill(h, -INF).softmax(-1), 0.4),
     "functions": lambda s, h, o: F.gelu(F.silu(torch.erf(torch.sin(s.masked_fill(h, 0.0).abs())))).pow(2),
+    "lowest": lambda s, h, o: s.masked_fill(h, -INF).clamp(min=LOW).softmax(-1),
+    "lowest, by name": lambda s, h, o: s.masked_fill(h, -INF).clamp_min(LOW).softmax(-1),
+    "sinks": lambda s, h, o: with_sinks(s.masked_fill(h, -INF)).softmax(-1)[..., :-1],
+    "shifted sinks": lambda s, h, o: shifted(with_sinks(s + added(h, LOW))).softmax(-1)[..., :-1],
+    "two sinks": lambda s, h, o: shifted(with_sinks(s.masked_fill(h, -INF), 2)).softmax(-1)[..., :-2],
+    "normalised": lambda s, h, o: normalised(s.masked_fill(h, -INF).exp()),
+    "normalised twice": lambda s, h, o: normalised(s.masked_fill(h, LOW).softmax(-1) * s.sigmoid()),
+    "by its logarithm": lambda s, h, o: (
+        s.masked_fill(h, -INF) - s.masked_fill(h, -INF).logsumexp(-1, keepdim=True)
+    ).exp(),
+    "less its largest": lambda s, h, o: shifted(s.masked_fill(h, -INF)).softmax(-1),
     "views": lambda s, h, o: s[None].masked_fill(h, -INF)[0].softmax(-1).contiguous().clone(),
 }  # fmt: skip
 # What gives hidden elements weight, or may: no claim, and every row reads all rows.
@@ -101,8 +112,31 @@ FULL: dict[str, Weights] = {
     "quotient": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1) / (s.softmax(-1) + 0.1),
     "times what is infinite": lambda s, h, o: s.masked_fill(h, 0.0) * s.masked_fill(h, -INF).exp().log(),
     "dropout before": lambda s, h, o: F.dropout(s.masked_fill(h, LOW), 0.4).softmax(-1),
+    "largest of all": lambda s, h, o: (s.masked_fill(h, -INF) - s.amax(-1, keepdim=True)).softmax(-1),
+    "sum of all": lambda s, h, o: s.masked_fill(h, 0.0) / (9 + s.masked_fill(h, 2.0).sum(-1, keepdim=True)),
+    "mean": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1) / s.masked_fill(h, 0.0).square().mean(-1, True),
+    "which is largest": lambda s, h, o: (
+        s.masked_fill(h, -INF).softmax(-1) * s.masked_fill(h, -INF).max(-1, keepdim=True).indices
+    ),
+    "sinks, another mask": lambda s, h, o: (
+        with_sinks(s.masked_fill(o, -INF)).softmax(-1)[..., :-1].masked_fill(h, 0.0)
+    ),
+    "sinks alone": lambda s, h, o: with_sinks(s).softmax(-1)[..., :-1],
     "sum of two masks": lambda s, h, o: s.masked_fill(h, 0.0) + s.masked_fill(o, 0.0),
 }  # fmt: skip
+
+
+def with_sinks(s: Tensor, count: int = 1) -> Tensor:
+    sinks = torch.linspace(-1, 1, s.shape[1] * count).reshape(1, -1, 1, count)
+    return torch.cat([s, sinks.expand(s.shape[0], -1, s.shape[2], -1)], -1)
+
+
+def shifted(s: Tensor) -> Tensor:
+    return s - s.max(dim=-1, keepdim=True).values
+
+
+def normalised(s: Tensor) -> Tensor:
+    return s / s.sum(-1, keepdim=True)
 
 
 def body(weights: Weights) -> Callable[[OneLayer, Tensor], Tensor]:

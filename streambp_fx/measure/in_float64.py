@@ -62,7 +62,8 @@ def true_double(*models: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in sorted(names):
             module = sys.modules[name]
-            module.double = float  # type: ignore[attr-defined]  # where the builtin `float(...)` is called, its name changed as well
+            # where the builtin `float(...)` is called, its name is changed as well
+            module.double = float  # type: ignore[attr-defined]
             stack.callback(delattr, module, "double")
             for value in list(vars(module).values()):
                 for fn in _functions(value, seen):
