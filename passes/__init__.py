@@ -28,7 +28,13 @@ from .graph.facts import CapturedGraph, Facts, PassError
 from .graph.symbols import Lengths
 from .pipeline.runner import Pass, run_passes
 from .pipeline.verifier import verify_facts
-from .s1_capture import attention_sinks, fills, products, split_losses  # noqa: F401  (register rewrites)
+from .s1_capture import (  # noqa: F401  (register their rewrites)
+    attention_sinks,
+    convolutions,
+    fills,
+    products,
+    split_losses,
+)
 from .s1_capture.autocast import autocast
 from .s1_capture.capture import capture
 from .s1_capture.normalize import normalize

@@ -69,10 +69,49 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id"), 1),
     "use_cache": False,
 }
-#: What some need besides: the layers of a mixture, sizes that must fit each other.
-OWN: dict[str, dict[str, Any]] = {}
-#: Not causal language models of text by themselves.
-LEFT_OUT: dict[str, str] = {}
+_LATENT = {"num_key_value_heads": HEADS}
+_ROTARY = {**_LATENT, "head_dim": HEAD // 2}  # of the latent's rotary part
+_MIXED = {"num_hidden_layers": 4}
+_DECODER = {"is_decoder": True}
+#: What some need besides: sizes that must fit each other, and layers of every kind.
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "sarvam_mla"),
+        _LATENT,
+    ),
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), _ROTARY),
+    **dict.fromkeys(
+        ("bamba", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid",
+         "kimi_linear", "bailing_hybrid", "minimax", "jamba", "nemotron_h", "granitemoehybrid",
+         "recurrent_gemma", "lfm2", "lfm3"),
+        _MIXED,
+    ),
+    **dict.fromkeys(
+        ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+         "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+         "xlm-roberta", "xlm-roberta-xl", "xmod"),
+        _DECODER,
+    ),
+    "dots3_note_text": _LATENT,
+    "falcon_h1": {"mamba_d_ssm": 8 * HEAD},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+_COMPOSITE = "a model of several, whose language model is listed by itself"
+#: Not causal language models of text by themselves, and why.
+LEFT_OUT: dict[str, str] = {
+    **dict.fromkeys(
+        ("dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified",
+         "gemma4_unified_assistant", "git", "got_ocr2", "llama4", "mllama", "moshi",
+         "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
+         "qwen3_5_moe", "qwen4_exp"),
+        _COMPOSITE,
+    ),
+    "blt": "reads bytes, in patches that depend on their values",
+}  # fmt: skip
 
 
 def families() -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..graph.causal_convolution import CAUSAL_CONV1D
 from ..graph.facts import COLUMN_AXIS, Axis, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, shape_of
 from ..graph.op_arguments import arguments, sdpa_arguments
 from .registry import RuleContext, forbid, merge_aligned, rule
@@ -100,6 +101,24 @@ def _batch(ctx: RuleContext, node: Node, left: Node, right: Node, a: Layout, b: 
     for operand, layout in ((left, a), (right, b)):
         merge_aligned(result, layout[:-2], shape_of(operand)[:-2])
     return result
+
+
+@rule(CAUSAL_CONV1D)
+def causal_convolution(ctx: RuleContext, node: Node) -> Layout:
+    """Row i reads as many rows, its own the last, as the convolution is wide."""
+    call = arguments(node)
+    layout, weight = ctx.layout(call["input"]), call["weight"]
+    for operand in (weight, call["bias"]):
+        if isinstance(operand, Node) and ctx.facts.carries(operand):
+            raise NotSeparable("the weight of a convolution carries the sequence")
+    if layout[2] is None:  # rows are samples, or nothing is along the convolution
+        forbid(layout, [1], "a convolution over channels that hold")
+        return layout
+    if layout != (None, None, Axis()) or ctx.facts.kind(call["input"]) is not Kind.STREAM:
+        raise NotSeparable("a convolution along a dim that holds more than the sequence")
+    width = (shape_of(weight)[2] - 1) * call["dilation"] + 1
+    ctx.mixes(Mixing(node, columns=(call["input"],), reach=Reach.WINDOW, window=int(width)))
+    return layout
 
 
 @rule(aten.scaled_dot_product_attention.default)

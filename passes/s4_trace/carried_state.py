@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..graph.causal_convolution import CAUSAL_CONV1D
 from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, tensors_of
 from ..graph.op_arguments import sdpa_arguments
 from ..rules.op_sets import VIEW_ONLY
@@ -90,6 +91,8 @@ def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
     if node.target is aten.scaled_dot_product_attention.default:
         call = sdpa_arguments(node)
         return [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
+    if node.target is CAUSAL_CONV1D:
+        return [(n, Role.COLUMN if n is node.args[0] else role) for n in operands(node)]
     left, right = node.args[-2:] if node.target is not aten.baddbmm.default else node.args[1:3]
     grouped = grouped_columns(node)
     return [(left, role), (right if grouped is None else grouped.source, Role.COLUMN)]

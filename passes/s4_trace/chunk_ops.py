@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..graph.causal_convolution import CAUSAL_CONV1D
 from ..graph.facts import Axis, Mask, Role, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
 from ..rules.op_sets import EXPANDS, RESHAPES
@@ -148,6 +149,19 @@ def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
     folded = left.reshape(batch, heads // grouped.groups, grouped.groups * rows, inner)
     product = folded @ (right.transpose(2, 3) if grouped.transposed else right)
     return product.reshape(batch, heads, rows, product.shape[-1])
+
+
+@emit(CAUSAL_CONV1D)
+def causal_convolution(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """The rows of the chunk and those before them that it reads, which are zeros before the first."""
+    call = arguments(node)
+    columns = run.operand(call["input"], Role.COLUMN)
+    weight, bias = run.operand(call["weight"], role), call["bias"]
+    bias = run.operand(bias, role) if bias is not None else None
+    before = (weight.shape[2] - 1) * call["dilation"]
+    padded = torch.cat([columns.new_zeros((*columns.shape[:2], before)), columns], -1)
+    read = padded.narrow(-1, run.ranges.prefix, run.ranges.rows + before)
+    return torch.nn.functional.conv1d(read, weight, bias, 1, 0, call["dilation"], call["groups"])
 
 
 @emit(aten.baddbmm.default)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..passes.graph.causal_convolution import CAUSAL_CONV1D
 from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, evaluate_size, shape_of
 from ..passes.rules.op_sets import ALIGNED
 from ..runtime.segments.owned_buffers import attribute
@@ -20,6 +21,7 @@ aten = torch.ops.aten
 COLUMNS: dict[Any, tuple[int | str, ...]] = {
     aten.scaled_dot_product_attention.default: (1, 2, "key", "value"),
     aten.baddbmm.default: (2, "batch2"),
+    CAUSAL_CONV1D: (0, "input"),
 }
 PRODUCT_COLUMNS: tuple[int | str, ...] = (1, "other", "mat2")
 Substitute = Callable[[Node, bool], Any]

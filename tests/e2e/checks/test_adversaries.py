@@ -14,6 +14,7 @@ from adversaries import (
     buffers,
     calls,
     complex_values,
+    convolutions,
     experts,
     functions,
     gradients,
@@ -39,9 +40,13 @@ MODULES = (
     functions,
     gradients,
 )
-MODULES += (objectives, calls, situations, experts)
+MODULES += (objectives, calls, situations, experts, convolutions)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
+    "experts: sorted and put back": "transform",
+    "experts: counts of other keys": "compile",
+    "convolutions: before an attention": "compile",
+    "convolutions: cut in another place": "transform",
     "in place: plus equals": "compile",
     "in place: masked fill through heads": "transform",
     "attention: triu in place": "transform",

@@ -1,0 +1,110 @@
+"""Convolutions along the sequence: those that read backwards are windows, and what looks alike reads later rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from e2e_adversary import WARNED, Cases
+from e2e_subject import WIDTH, Subject, heads, joined
+from torch import Tensor, nn
+
+CASES = Cases("convolutions")
+
+
+def parts() -> dict[str, Any]:
+    return {
+        "conv": nn.Conv1d(WIDTH, WIDTH, 4, padding=3, groups=WIDTH),
+        "full": nn.Conv1d(WIDTH, WIDTH, 3, padding=2, bias=False),
+        "far": nn.Conv1d(WIDTH, WIDTH, 3, padding=18, dilation=9, groups=3),
+        "same": nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+        "bare": nn.Conv1d(WIDTH, WIDTH, 3),
+        "wide": nn.Conv1d(WIDTH, 2 * WIDTH, 2, padding=1),
+        "one": nn.Conv1d(WIDTH, WIDTH, 1),
+    }
+
+
+def along(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+@CASES.block(parts=parts)
+def cut_at_the_end(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + F.silu(m.conv(along(x))[..., : x.shape[1]]).transpose(1, 2)
+
+
+@CASES.block(parts=parts)
+def cut_by_a_number(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.full(along(m.lin(x)))[:, :, :-2])
+
+
+@CASES.block(parts=parts)
+def of_rows_far_apart(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.far(along(x))[..., : x.shape[1]]).tanh()
+
+
+@CASES.block(parts=parts)
+def padded_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x * along(m.bare(F.pad(along(x), (2, 0)))).sigmoid()
+
+
+@CASES.block(parts=parts)
+def of_more_channels(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    a, b = along(m.wide(along(x))[..., : x.shape[1]]).chunk(2, -1)
+    return x + a * b.sigmoid()
+
+
+@CASES.block(parts=parts)
+def of_one_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.one(along(x))[..., : x.shape[1]])
+
+
+@CASES.block(parts=parts)
+def two_in_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Each reads what the other has made of rows before."""
+    for _ in range(2):
+        x = x + along(m.conv(along(m.norm(x)))[..., : x.shape[1]])
+    return x
+
+
+@CASES.block(parts=parts)
+def before_an_attention(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Queries, keys and values of convolved rows."""
+    q, k, v = (along(m.conv(along(p(x)))[..., : x.shape[1]]) for p in (m.q, m.k, m.v))
+    return x + joined(F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True))
+
+
+@CASES.block(WARNED, parts)
+def that_reads_a_later_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.same(along(x)))
+
+
+@CASES.block(WARNED, parts)
+def cut_in_another_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.conv(along(x))[..., 1 : x.shape[1] + 1])
+
+
+@CASES.block(WARNED, parts)
+def padded_behind(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.bare(F.pad(along(x), (0, 2))))
+
+
+@CASES.block(WARNED, parts)
+def padded_with_ones(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + along(m.bare(F.pad(along(x), (2, 0), value=1.0)))
+
+
+@CASES.block(WARNED, parts)
+def over_channels_of_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Rows are the channels of it: they are summed."""
+    weight = m.lin.weight[:, :1, None].expand(WIDTH, 1, 3)[: x.shape[0]]
+    mixed = F.conv1d(x.mean(1, keepdim=True), weight[:1], padding=1)
+    return x + mixed
+
+
+@CASES.block(WARNED, parts)
+def made_of_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The weight is a mean over all rows."""
+    weight = x.mean((0, 1))[:, None, None].expand(WIDTH, 1, 3)
+    return x + along(F.conv1d(F.pad(along(x), (2, 0)), weight, groups=WIDTH))
