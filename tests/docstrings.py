@@ -43,7 +43,7 @@ HOOKS = re.compile(
 
 
 #: Decorators that register rules: a table of ops shows the first line of each.
-REGISTERED = re.compile(r"(\w+\.)*(rule|mask_rule|transfer|rewrite|emit|flops|register\w*)\b")
+REGISTERED = re.compile(r"(\w+\.)*(rule|local_rule|mask_rule|transfer|rewrite|emit|flops|register\w*)\b")
 
 
 @dataclass

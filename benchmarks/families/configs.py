@@ -130,7 +130,8 @@ def make_config(family: str) -> Any:
     wanted = {k: v for k, v in SIZES.items() if k in known}
     config = kind(**{**wanted, **OWN.get(family, {})})
     for key, value in vars(config).items():
-        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop") or "layerdrop" in key):
+        random = any(word in key for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+        if isinstance(value, float) and random:
             setattr(config, key, 0.0)
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._sympy import functions as torch_functions
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
@@ -323,13 +324,17 @@ def evaluate(size: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
     return sympy_interp(PythonReferenceAnalysis, dict(values), size)
 
 
-# The functions that PyTorch writes sizes with, on numbers.
-SIZE_FUNCTIONS = {name: getattr(torch_functions, name) for name in torch_functions.__all__}
-
-
 def compiled(symbols: Sequence[sympy.Symbol], size: sympy.Expr) -> Callable[..., Any]:
-    """A function of the values of `symbols`, ints: a size, or if a condition on sizes holds."""
-    return sympy.lambdify(list(symbols), size, [SIZE_FUNCTIONS, "math", "sympy"])
+    """A function of the values of `symbols`, ints: a size, or if a condition on sizes holds.
+
+    NOTE [printed sizes]: the printer is PyTorch's, as the functions are. That of sympy leaves out the
+    parentheses around what `Mod` is given, since PyTorch gives it another precedence.
+    """
+    try:
+        printed = PythonPrinter().doprint(size)
+        return eval(f"lambda {', '.join(map(str, symbols))}: {printed}", {"math": math, "torch": torch})
+    except Exception:  # a function that it does not know
+        return lambda *values: evaluate(size, dict(zip(symbols, values, strict=True)))
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:

@@ -300,15 +300,19 @@ def repeat_interleave(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.repeat.default, aten.tile.default)
 def repeat(ctx: RuleContext, node: Node) -> Layout:
-    """Repeated along dims without the sequence."""
+    """Repeated along dims without the sequence, or all rows one time after the other."""
     layout, counts = ctx.layout(node.args[0]), node.args[1]
     rank = max(len(counts), len(layout))
-    result = (None,) * (rank - len(layout)) + layout
+    result = [*(None,) * (rank - len(layout)), *layout]
     counts = [1] * (rank - len(counts)) + list(counts)  # only `tile` may be given fewer
-    for axis, count in zip(result, counts, strict=True):
-        if axis is not None and count != 1:
+    for dim, count in enumerate(counts):
+        axis = result[dim]
+        if axis is None or count == 1:
+            continue
+        if axis.role is not Role.ROW or axis.order is not None or not isinstance(count, int):
             raise NotSeparable("a value is repeated along the sequence axis")
-    return result
+        result[dim] = dataclasses.replace(axis, outer=axis.outer * count)
+    return tuple(result)
 
 
 @rule(aten.pad.default, aten.constant_pad_nd.default)

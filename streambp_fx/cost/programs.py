@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..passes.cost.autograd_live import WholeStep
 from ..passes.cost.program import ProgramCost, program_cost
-from ..passes.graph.facts import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
+from ..passes.graph.facts import Facts, Mask, Reach, Segment, compiled, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s4_trace.program_inputs import Extent
@@ -188,7 +188,7 @@ class ProgramCosts:
         found = self._numbers.get(size)
         if found is None:
             symbols = sorted(size.free_symbols, key=str)
-            found = self._numbers[size] = sympy.lambdify(symbols, size, "math"), symbols
+            found = self._numbers[size] = compiled(symbols, size), symbols
         function, symbols = found
         return int(function(*(env[s] for s in symbols)))
 

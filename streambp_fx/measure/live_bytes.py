@@ -40,6 +40,8 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        if isinstance(size, torch.SymInt):  # what is compiled meanwhile has no bytes
+            return
         before = self._sizes.get(key)
         if key in self._known or size == before:
             return

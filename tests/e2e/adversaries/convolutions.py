@@ -1,10 +1,9 @@
-"""Convolutions along the sequence: those that read backwards are windows, and what looks alike reads later rows."""
+"""Convolutions along the sequence: those that read backwards are windows; others read later rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from e2e_adversary import WARNED, Cases
 from e2e_subject import WIDTH, Subject, heads, joined

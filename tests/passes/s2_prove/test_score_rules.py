@@ -114,7 +114,9 @@ FULL: dict[str, Weights] = {
     "dropout before": lambda s, h, o: F.dropout(s.masked_fill(h, LOW), 0.4).softmax(-1),
     "largest of all": lambda s, h, o: (s.masked_fill(h, -INF) - s.amax(-1, keepdim=True)).softmax(-1),
     "sum of all": lambda s, h, o: s.masked_fill(h, 0.0) / (9 + s.masked_fill(h, 2.0).sum(-1, keepdim=True)),
-    "mean": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1) / s.masked_fill(h, 0.0).square().mean(-1, True),
+    "mean": lambda s, h, o: (
+        s.masked_fill(h, -INF).softmax(-1) / (1 + s.masked_fill(h, 0.0) ** 2).mean(-1, keepdim=True)
+    ),
     "which is largest": lambda s, h, o: (
         s.masked_fill(h, -INF).softmax(-1) * s.masked_fill(h, -INF).max(-1, keepdim=True).indices
     ),
