@@ -1,0 +1,67 @@
+"""Experts, sinks, latents and convolutions of transformers: exact, and streamed whole.
+
+All causal language models of transformers are for `make test-all`; `python -m benchmarks.families` makes a
+table of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import assert_all_chunked, compare, in_double, transform
+from e2e_models import perturb, sample
+
+from benchmarks.families.configs import build, families
+from benchmarks.families.worker import PADS, batch, plain_experts
+
+# What has to be streamed whole: by architecture, one of each by default.
+EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "granitemoe",
+    "deepseek_v3",
+    "gpt_oss",
+    "llama4_text",
+)
+OTHERS = ("lfm2", "minicpm3", "deepseek_v2")
+BATCHES = {f"padding: {side}": batch(67, pads, side) for side, pads in PADS.items()}
+BATCHES["less than a chunk"] = batch(11, (0, 0, 0))
+BATCHES["a tail of one row"] = batch(65, (0, 0))
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    model = build(family).to(dtype)
+    perturb(model, 1)
+    return model
+
+
+@pytest.mark.parametrize("family", sample([*EXPERTS, *OTHERS], "deepseek_v3", "gpt_oss", "lfm2"))
+def test_streamed_whole(family: str) -> None:
+    with in_double(functools.partial(model_of, family)):
+        streamed = model_of(family)
+        eager = copy.deepcopy(streamed)
+        plain_experts(eager)
+        transform(streamed)
+        compare(eager, streamed, BATCHES, 1e-9)
+    assert_all_chunked(streamed, at_least=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families())
+@pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")
+def test_never_wrong(family: str) -> None:
+    """Whatever is streamed of it."""
+    from benchmarks.families.worker import exactness
+
+    try:
+        build(family)
+    except Exception as error:
+        pytest.skip(f"transformers cannot build it so small: {error}")
+    for side, error in exactness(family).items():
+        assert isinstance(error, str) or error < 1e-9, f"{side}: {error}"
