@@ -30,6 +30,7 @@ from .passes.graph.facts import Facts
 from .passes.graph.functionalization import NotPureError
 from .passes.graph.sources import source_line, source_name
 from .passes.graph.symbols import Lengths
+from .passes.rules.asking import op_name
 from .passes.s1_capture.sequence_length import find_lengths, is_called, lengths_read, where_read
 from .passes.s2_prove.axes import is_secondary
 from .passes.s4_trace.vjp import without_saved_tensors_hooks
@@ -346,7 +347,7 @@ def _warn_unchunked(facts: Facts) -> None:
     lines = []
     for segment in causes or whole:
         assert segment.refused is not None
-        lines.append(f"{segment.refused.target}: {segment.reason} ({source_line(segment.refused)})")
+        lines.append(f"{op_name(segment.refused.target)}: {segment.reason} ({source_line(segment.refused)})")
     if lines:
         unique = list(dict.fromkeys(lines))
         _warn(

@@ -78,7 +78,7 @@ def histogram(ctx: RuleContext, node: Node) -> Layout:
     counted, bins = call["self"], call["bins"]
     axes = [a for a in ctx.layout(counted) if a is not None]
     keys = _root(counted)
-    exact = call["min"] == 0 and call["max"] == bins - 1 and 1 < bins <= EXACT
+    exact = isinstance(bins, int) and 1 < bins <= EXACT and (call["min"], call["max"]) == (0, bins - 1)
     streamed = len(axes) == 1 and ctx.facts.kinds.get(counted) is Kind.STREAM
     if not (exact and streamed and _is_integer(keys) and _is_below(keys, bins)):
         raise NotSeparable("a reduction over the sequence axis")
@@ -324,18 +324,17 @@ def running_sum(ctx: RuleContext, node: Node) -> Layout:
 @local_rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(ctx: RuleContext, node: Node) -> Layout:
     """Each row times the weights of its key: rows are sorted by what is counted, and all of it is."""
-    rows, weights, ends, *more = node.args
-    given = dict(node.kwargs)
-    ends = given.pop("offs", ends)
-    if any(v is not None for v in (*more, *(given.get(k) for k in ("bias",)))):
+    call: Any = arguments(node)
+    rows, weights = node.args[:2]
+    if call.get("bias") is not None:
         raise NotSeparable("a grouped product with a bias")
-    found = _about(ctx, ends, Local.ENDS)
+    found = _about(ctx, call["offs"], Local.ENDS)
     layout = _rows(ctx, rows)
     axis = layout[0]
     if len(layout) != 2 or axis is None or axis.order is None or layout[1] is not None:
         raise NotSeparable("a grouped product of rows that are not sorted")
     if ctx.facts.local[axis.order].keys is not found.keys:
         raise NotSeparable("a grouped product of rows that are sorted by something else than is counted")
-    if ctx.facts.carries(weights) or len(shape_of(weights)) != 3 or weights in ctx.facts.local:  # type: ignore[arg-type]
+    if ctx.facts.carries(weights) or len(shape_of(weights)) != 3 or weights in ctx.facts.local:
         raise NotSeparable("a grouped product whose weights carry the sequence")
     return (axis, None)

@@ -161,6 +161,16 @@ def no_dropout(graph: Graph, node: Node) -> Node | None:
     return node.args[0] if p == 0.0 or not train else None
 
 
+@rewrite(aten.narrow.default)
+def narrowed(graph: Graph, node: Node) -> Node | None:
+    """Entries from a place on are a slice."""
+    source, dim, start, length = node.args
+    if not isinstance(start, int) or start < 0 or (start > 0 and not isinstance(length, int)):
+        return None
+    end = length if start == 0 else start + length  # type: ignore[operator]
+    return insert(graph, node, aten.slice.Tensor, source, dim, start, end)
+
+
 @rewrite(aten.slice.Tensor)
 def full_slice(graph: Graph, node: Node) -> Node | None:
     """A slice that takes everything is the value."""

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import assert_all_chunked, compare, in_double, transform
+from e2e_check import assert_all_chunked, compare, in_double, step, total_error, transform
 from e2e_models import perturb, sample
 
+import streambp_fx
 from benchmarks.families.configs import build, families
 from benchmarks.families.worker import PADS, batch, plain_experts
 
@@ -49,6 +50,25 @@ def test_streamed_whole(family: str) -> None:
         plain_experts(eager)
         transform(streamed)
         compare(eager, streamed, BATCHES, 1e-9)
+    assert_all_chunked(streamed, at_least=4)
+
+
+def test_experts_in_bfloat16() -> None:
+    """PyTorch's own grouped product, which in a captured graph takes bfloat16 alone."""
+    exact = model_of("qwen3_moe", torch.float32)
+    plain_experts(exact)
+    eager, streamed = (copy.deepcopy(exact).to(torch.bfloat16) for _ in range(2))
+    for module in streamed.modules():
+        if hasattr(getattr(module, "config", None), "_experts_implementation"):
+            module.config._experts_implementation = "grouped_mm"
+    transform(streamed)
+    given = batch(67, (0, 0))
+    (_, want), (_, rounded), (_, got) = (step(m, given) for m in (exact, eager, streamed))
+    assert total_error([(got, want)]) < 1.5 * total_error([(rounded, want)])
+    products = [
+        n for s in streambp_fx.schedule(streamed).segments for n in s.nodes if "grouped_mm" in str(n.target)
+    ]
+    assert {str(n.target) for n in products} == {"aten._grouped_mm.default"}
     assert_all_chunked(streamed, at_least=4)
 
 
