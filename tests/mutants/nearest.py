@@ -30,6 +30,7 @@ MODULES = {
     "passes/rules/pointwise.py": ["tests/passes/s2_prove/test_axes.py"],
     "passes/rules/reductions.py": ["tests/passes/s2_prove/test_axes.py"],
     "passes/rules/registry.py": ["tests/passes/s2_prove/test_axes.py", "tests/passes/rules/test_expand.py"],
+    "passes/rules/row_orders.py": ["tests/passes/rules/test_row_orders.py"],
     "passes/rules/scatters.py": ["tests/e2e/models/test_changes_in_place.py"],
     "passes/rules/shapes.py": ["tests/passes/s2_prove/test_axes.py", "tests/passes/rules/test_expand.py"],
     "passes/s2_prove/score_rules.py": ["tests/passes/s2_prove/test_score_rules.py"],

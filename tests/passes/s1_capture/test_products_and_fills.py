@@ -1,0 +1,141 @@
+"""Products, convolutions, sinks and fills in normal form give what they gave before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from streambp_fx.passes import CapturedGraph
+from streambp_fx.passes.s1_capture.normalize import normalize
+
+aten = torch.ops.aten
+EINSUMS = {
+    "bhid,bhjd->bhij": ((2, 3, 5, 4), (2, 3, 6, 4)), "bhij,bhjd->bhid": ((2, 3, 5, 6), (2, 3, 6, 4)),
+    "btd,de->bte": ((2, 5, 4), (4, 3)), "btd,ed->bte": ((2, 5, 4), (3, 4)),
+    "bte,bted->btd": ((2, 5, 3), (2, 5, 3, 4)), "bthd,hde->bthe": ((2, 5, 3, 4), (3, 4, 6)),
+    "bthd,hdm->btm": ((2, 5, 3, 4), (3, 4, 6)), "bi,bj->bji": ((2, 5), (2, 4)),
+    "bij,bj->bi": ((2, 5, 4), (2, 4)),
+    "i,j": ((5,), (4,)), "ab,cd->cadb": ((2, 5), (3, 4)), "abc,abc->": ((2, 5, 3), (2, 5, 3)),
+}  # fmt: skip
+KEPT = {"bij->bji": ((2, 5, 4),), "bij,bk->bi": ((2, 5, 4), (2, 3)), "ii,ij->ij": ((4, 4), (4, 5))}
+
+
+def normal(function: Callable[..., Any], *given: Tensor) -> tuple[GraphModule, set[Any]]:
+    """A function's graph in normal form, and the ops in it."""
+    module = make_fx(function, pre_dispatch=True, tracing_mode="symbolic")(*given)
+    normalize(CapturedGraph(module))
+    return module, {n.target for n in module.graph.nodes if n.op == "call_function"}
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_einsum(equation: str) -> None:
+    given = drawn(*EINSUMS[equation])
+    module, ops = normal(lambda a, b: torch.einsum(equation, a, b), *given)
+    assert aten.einsum.default not in ops
+    torch.testing.assert_close(module(*given), torch.einsum(equation, *given))
+
+
+@pytest.mark.parametrize("equation", KEPT)
+def test_einsum_that_is_no_product(equation: str) -> None:
+    given = drawn(*KEPT[equation])
+    module, ops = normal(lambda *x: torch.einsum(equation, *x), *given)
+    assert aten.einsum.default in ops
+    torch.testing.assert_close(module(*given), torch.einsum(equation, *given))
+
+
+def test_an_einsum_that_broadcasts_stays() -> None:
+    given = drawn((1, 5, 4), (2, 6, 4))
+    assert aten.einsum.default in normal(lambda a, b: torch.einsum("bid,bjd->bij", a, b), *given)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.bfloat16).min])
+def test_sinks(dtype: torch.dtype, count: int, hidden: float) -> None:
+    scores, sinks = (x.to(dtype) for x in drawn((2, 3, 7, 7), (3, count)))
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), hidden)
+    scores[1, :, 4] = hidden  # a row that sees nothing
+
+    def weights(s: Tensor, k: Tensor) -> Tensor:
+        wide = k.reshape(1, 3, 1, count).expand(s.shape[0], -1, s.shape[2], -1)
+        joined = torch.cat([s, wide], -1)
+        joined = joined - joined.max(-1, keepdim=True).values
+        return joined.softmax(-1)[..., :-count]
+
+    module, ops = normal(weights, scores, sinks)
+    assert aten.cat.default not in ops and aten.logsumexp.default in ops
+    found = []
+    for function in (weights, module):
+        given = [x.clone().requires_grad_() for x in (scores, sinks)]
+        value = function(*given)
+        (value * torch.linspace(0, 1, value.numel()).view(value.shape)).sum().backward()
+        found.append((value, *(x.grad for x in given)))
+    loose = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found[1], found[0], **loose)
+
+
+def weight_of_three() -> Tensor:
+    """(6, 4, 3): its sizes are numbers, as those of parameters are."""
+    return torch.linspace(-1, 1, 72, dtype=torch.float64).view(6, 4, 3)
+
+
+def convolved(function: Callable[..., Tensor]) -> tuple[GraphModule, set[Any], Tensor]:
+    (given,) = drawn((2, 4, 9))
+    return *normal(lambda x: function(x, weight_of_three()), given), given
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.conv1d(x, w, padding=2)[..., : x.shape[2]],
+        lambda x, w: F.conv1d(x, w, padding=4, dilation=2)[:, :, :-4],
+        lambda x, w: F.conv1d(F.pad(x, (2, 0)), w),
+        lambda x, w: F.conv1d(x, w[..., :1]),
+    ],
+)
+def test_causal_convolutions(function: Callable[..., Tensor]) -> None:
+    module, ops, given = convolved(function)
+    assert torch.ops.streambp_fx.causal_conv1d.default in ops
+    torch.testing.assert_close(module(given), function(given, weight_of_three()))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: F.conv1d(x, w, padding=1),
+        lambda x, w: F.conv1d(x, w, padding=2)[..., 1 : x.shape[2] + 1],
+        lambda x, w: F.conv1d(x, w, padding=2, stride=2)[..., :4],
+        lambda x, w: F.conv1d(F.pad(x, (0, 2)), w),
+        lambda x, w: F.conv1d(F.pad(x, (2, 0), value=1.0), w),
+    ],
+)
+def test_other_convolutions_stay(function: Callable[..., Tensor]) -> None:
+    module, ops, given = convolved(function)
+    assert torch.ops.streambp_fx.causal_conv1d.default not in ops
+    torch.testing.assert_close(module(given), function(given, weight_of_three()))
+
+
+def test_what_is_written_into_is_made_like_a_value_of_its_shape() -> None:
+    def function(x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return torch.full((x.shape[0] * x.shape[1], x.shape[2]), 2.0).index_add(
+            0, torch.tensor([1, 1]), flat[:2]
+        )
+
+    (given,) = drawn((2, 5, 3))
+    given = given.float()
+    module, ops = normal(function, given)
+    assert aten.full_like.default in ops and aten.full.default not in ops
+    torch.testing.assert_close(module(given), function(given))
