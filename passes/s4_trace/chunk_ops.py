@@ -154,6 +154,8 @@ def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(CAUSAL_CONV1D)
 def causal_convolution(run: Evaluation, node: Node, role: Role) -> Tensor:
     """The rows of the chunk and those before them that it reads, which are zeros before the first."""
+    if node not in run.facts.mixings:  # along another dim than the sequence
+        return run.call(node, role, None)
     call = arguments(node)
     columns = run.operand(call["input"], Role.COLUMN)
     weight, bias = run.operand(call["weight"], role), call["bias"]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from opdb_cases import by_hand
 from torch import Tensor
 
+from streambp_fx.passes.graph.causal_convolution import CAUSAL_CONV1D
 from streambp_fx.passes.rules.pointwise import tagged_ops
 
 aten = torch.ops.aten
@@ -50,6 +51,15 @@ def tagged_as_elementwise() -> Iterator[Sample]:
                 continue
             yield op, args, kwargs
             break
+
+
+@by_hand
+def convolutions() -> Iterator[Sample]:
+    """Along the last dim, of channels by themselves, in groups and together."""
+    for weight, bias, dilation, groups in (
+        (floats(4, 1, 3), None, 1, 4), (floats(6, 2, 2), floats(6), 2, 2), (floats(3, 4, 1), None, 1, 1),
+    ):  # fmt: skip
+        yield CAUSAL_CONV1D, (floats(2, 4, L), weight, bias, dilation, groups), {}
 
 
 @by_hand

@@ -74,6 +74,14 @@ def before_an_attention(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + joined(F.scaled_dot_product_attention(heads(q), heads(k), heads(v), is_causal=True))
 
 
+@CASES.block(parts=parts)
+def along_the_width(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Each row by itself: what is convolved are its entries."""
+    rows = x.reshape(-1, 1, WIDTH)
+    kernel = m.conv.weight[:2, :, :3]
+    return x + F.conv1d(rows, kernel, padding=2)[..., :WIDTH].mean(1).view_as(x)
+
+
 @CASES.block(WARNED, parts)
 def that_reads_a_later_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + along(m.same(along(x)))
