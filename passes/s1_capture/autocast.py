@@ -32,7 +32,7 @@ def autocast(captured: CapturedGraph) -> CapturedGraph:
         graph.erase_node(node)
     casts: Casts = {}
     for node in list(graph.nodes):
-        if _has_autocast_kernel(node):
+        if _has_autocast_kernel(node) or _is_made_of_products(node):
             _cast_operands(graph, node, casts)
     captured.module.recompile()
     return captured
@@ -46,6 +46,22 @@ def _has_autocast_kernel(node: Node) -> bool:
         return False
     key = "Autocast" + {"cpu": "CPU", "cuda": "CUDA"}.get(tensors_of(node)[0].device.type, "CPU")
     return torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), key)
+
+
+def _is_made_of_products(node: Node) -> bool:
+    """True for an op that is made of others, whose result has a lower precision than all of its operands.
+
+    `einsum` has no autocast kernel: the products have, of which PyTorch makes it.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or not tensors_of(node):
+        return False
+    if any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
+        return False
+    name = node.target.name()
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    given = {t.dtype for n in node.all_input_nodes for t in tensors_of(n) if t.is_floating_point()}
+    made = tensors_of(node)[0].dtype
+    return composite and given == {torch.float32} and made in (torch.float16, torch.bfloat16)
 
 
 def _cast_operands(graph: Graph, node: Node, casts: Casts) -> None:

@@ -44,11 +44,27 @@ def base_like_another(graph: Graph, node: Node) -> Node | None:
 
 
 def _alike(node: Node, base: Node) -> Node | None:
-    """The last value before a node that is computed, is no fill, and has the shape of `base`."""
-    earlier = node.prev
-    while earlier.op != "root":
-        known = earlier.op == "call_function" and isinstance(earlier.meta.get("val"), torch.Tensor)
-        if known and earlier.target not in FILLS and shape_of(earlier) == shape_of(base):
-            return earlier if earlier is not base and tensors_of(earlier) else None
-        earlier = earlier.prev
-    return None
+    """The last value of the shape of `base` that goes into what is written, on which that depends already."""
+    pending = [n for n in node.all_input_nodes if n is not base]
+    found: set[Node] = set()
+    while pending:
+        one = pending.pop()
+        if one not in found:
+            found.add(one)
+            pending += one.all_input_nodes
+    return next(
+        (
+            n
+            for n in reversed(list(node.graph.nodes))
+            if n in found
+            and n.target not in FILLS
+            and tensors_of(n)
+            and _is_one(n)
+            and shape_of(n) == shape_of(base)
+        ),
+        None,
+    )
+
+
+def _is_one(node: Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)

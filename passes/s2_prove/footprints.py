@@ -72,7 +72,7 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
     backwards, so the columns of the scores need only reach as far as those of the product with the values.
     Two kinds of op may stand between the two: those that make an element of the element at the same place,
     and a softmax over the columns of scores that are masked out by the very mask that limits the product.
-    Beside it a reduction may give a number a row, to which what that mask hides adds nothing.
+    A reduction to a number a row, to which what a mask hides adds nothing, reads as far as that mask.
     Any other use of a (row, column) value makes it FULL.
     """
     readers: list[Mixing] = []
@@ -93,7 +93,7 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
             if over is not None:
                 crossed.add(over)
             elif ends is not None:
-                crossed.add(ends)
+                readers.append(Mixing(user, (), ends, *reach_of(facts, ends)))
                 continue
             elif user.op == "output" or not facts.has_columns(user) or not is_elementwise(facts, user):
                 return _read_all(mixing)

@@ -22,6 +22,7 @@ from adversaries import (
     in_place,
     objectives,
     random_ops,
+    reductions,
     scores,
     situations,
     views,
@@ -40,13 +41,14 @@ MODULES = (
     functions,
     gradients,
 )
-MODULES += (objectives, calls, situations, experts, convolutions)
+MODULES += (objectives, calls, situations, experts, convolutions, reductions)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "experts: sorted and put back": "transform",
     "experts: counts of other keys": "compile",
     "convolutions: before an attention": "compile",
     "convolutions: cut in another place": "transform",
+    "reductions: one set of scores, two masks": "compile",
     "in place: plus equals": "compile",
     "in place: masked fill through heads": "transform",
     "attention: triu in place": "transform",

@@ -230,6 +230,32 @@ def test_no_claim(name: str) -> None:
     assert reach_of_scores(facts) is Reach.FULL
 
 
+GATES: dict[str, tuple[Weights, Reach]] = {
+    "logsumexp": (lambda s, h, o: s.masked_fill(h, -INF).logsumexp(-1), Reach.CAUSAL),
+    "largest": (lambda s, h, o: s.masked_fill(h, LOW).amax(-1), Reach.CAUSAL),
+    "sum": (lambda s, h, o: s.masked_fill(h, 0.0).sum(-1), Reach.CAUSAL),
+    "largest of all": (lambda s, h, o: s.amax(-1), Reach.FULL),
+    "sum of what is not zero": (lambda s, h, o: s.masked_fill(h, -1.0).sum(-1), Reach.FULL),
+    "another mask": (lambda s, h, o: s.masked_fill(o, 0.0).sum(-1), Reach.FULL),
+    "which is largest": (lambda s, h, o: s.masked_fill(h, -INF).argmax(-1).float(), Reach.FULL),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_reductions_that_no_product_follows(name: str) -> None:
+    gate, reach = GATES[name]
+
+    def body(m: OneLayer, x: Tensor) -> Tensor:
+        q, k, _ = m.heads(x)
+        i = torch.arange(x.shape[1])
+        scores = q @ k.transpose(-1, -2)
+        return x * gate(scores, i[None] > i[:, None], (i[None] + i[:, None]) % 3 == 1).sum(1).unsqueeze(-1)
+
+    facts = one_layer(body, LENGTH)
+    assert [m.reach for m in facts.mixings.values()] == [reach]
+    assert all(s.chunked for s in facts.segments) and max(s.reach for s in facts.segments) is reach
+
+
 def test_every_transfer_function_is_tried() -> None:
     """Of each registered op, or of another that has the same function."""
     tried = set()
