@@ -102,7 +102,9 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
         mixing.reach = Reach.CONST
         return None
     widest = max(readers, key=lambda m: (m.reach, m.window or 0))
-    if not crossed <= {m.mask for m in readers}:
+    # if a row sees nothing is asked of the masks of mixing ops, and a reduction is none
+    asked = {widest.mask, *(m.mask for m in readers if m.node in facts.mixings)}
+    if not crossed <= asked or any(m.mask not in asked for m in readers):
         return _read_all(mixing)
     mixing.reach, mixing.window, mixing.mask = widest.reach, widest.window, widest.mask
     return None

@@ -238,6 +238,10 @@ GATES: dict[str, tuple[Weights, Reach]] = {
     "sum of what is not zero": (lambda s, h, o: s.masked_fill(h, -1.0).sum(-1), Reach.FULL),
     "another mask": (lambda s, h, o: s.masked_fill(o, 0.0).sum(-1), Reach.FULL),
     "which is largest": (lambda s, h, o: s.masked_fill(h, -INF).argmax(-1).float(), Reach.FULL),
+    "of two masks": (
+        lambda s, h, o: s.masked_fill(h, -INF).amax(-1) + s.masked_fill(h | o, -INF).logsumexp(-1),
+        Reach.FULL,
+    ),
 }
 
 
