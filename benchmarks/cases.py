@@ -37,6 +37,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
     "gpt_neox": {"model_type": "gpt_neox", **_DENSE},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_DENSE,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 384,
+        **_ROPE,
+    },
 }
 
 
@@ -187,6 +197,7 @@ _ALL = (
     Case("llama", replace(_SHORT, source="llama"), "streamed", 8, 1.0),
     Case("gemma3", replace(_SHORT, source="gemma3"), "streamed", 8, 1.0),
     Case("gpt_neox", replace(_SHORT, source="gpt_neox"), "streamed", 8, 1.0),
+    Case("experts", Workload("qwen3_moe", 8192, 512), "streamed", 8, 1.05),
     Case("smollm2", Workload("smollm2", 8192, 1024), "streamed", 6, 1.0),
 )
 CASES = {case.name: case for case in _ALL}
