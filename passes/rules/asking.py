@@ -1,11 +1,12 @@
 """Asking a rule: what it says is checked against sizes and operands, and what else it raises is a bug.
 
-NOTE [rules are checked]: a rule is written for the forms of an op that its author thought of. Two things
+NOTE [rules are checked]: a rule is written for the forms of an op that its author thought of. Three things
 hold for every op and every form, so no rule has to see to them:
 
 - a size that is made of the sequence length belongs to a dim that carries the sequence, and is the size that
   the axis says; else a chunk would be given the size for all rows;
-- an operand that carries the sequence was looked at; else nobody knows what its rows are for.
+- an operand that carries the sequence was looked at; else nobody knows what its rows are for;
+- operands with rows have them in the same order.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def ask(rule: Rule, context: RuleContext, node: Node) -> Layout:
         raise
     except Exception as error:
         raise _fault(context.facts, node, f"raised {type(error).__name__}: {error}") from error
+    _check_order(context.facts, node)
     rank = tensors_of(node)[0].dim()
     if len(layout) != rank:
         raise _fault(context.facts, node, f"gave {len(layout)} dims to a result of {rank}")
@@ -54,6 +56,26 @@ def ask(rule: Rule, context: RuleContext, node: Node) -> Layout:
         if operand not in context.seen and tensors_of(operand) and context.facts.carries(operand):
             raise NotSeparable(f"operand {operand.name} carries the sequence")
     return layout
+
+
+def _check_order(facts: Facts, node: Node) -> None:
+    """Check that all operands with rows have them in the same order; see NOTE [rows that are sorted].
+
+    Rules let data have its rows where those of its partners are. Data is never sorted. Ops that are given
+    something about an order see to it themselves.
+
+    Raises:
+        NotSeparable: some are sorted and others are not, or by something else.
+    """
+    carrying = [n for n in operands(node) if tensors_of(n) and facts.carries(n)]
+    if any(n in facts.local for n in operands(node)):
+        return
+    orders = {
+        next((a.order for a in facts.layouts.get(n) or () if a is not None and a.order is not None), None)
+        for n in carrying
+    }
+    if len(orders) > 1:
+        raise NotSeparable("rows that are sorted beside others that are not")
 
 
 def check(facts: Facts, node: Node, layout: Layout) -> None:

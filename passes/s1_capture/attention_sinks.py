@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import shape_of
 from ..graph.op_arguments import arguments
-from .normalize import insert, rewrite
+from .normalize import insert, is_beginning, rewrite
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -30,7 +30,7 @@ def without_sinks(graph: Graph, node: Node) -> Node | None:
     call = arguments(node)
     weights = _under_casts(call["self"])
     last = len(shape_of(node)) - 1
-    if weights.target not in SOFTMAXES or call["dim"] % (last + 1) != last or call["start"] not in (None, 0):
+    if weights.target not in SOFTMAXES or not is_beginning(call, last):
         return None
     if arguments(weights)["dim"] % (last + 1) != last:
         return None
@@ -91,7 +91,8 @@ def _unexpanded(sinks: Node) -> Node:
     """Sinks before they are repeated over samples and rows; a broadcast does that by itself."""
     while sinks.target in (aten.expand.default, aten.contiguous.default, aten.clone.default):
         source: Any = sinks.args[0]
-        if len(shape_of(source)) != len(shape_of(sinks)):
+        before, after = shape_of(source), shape_of(sinks)
+        if len(before) != len(after) or before[-1] != after[-1]:  # as many sinks as there are copies
             break
         sinks = source
     return sinks

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from ..graph.causal_convolution import CAUSAL_CONV1D
 from ..graph.facts import shape_of
 from ..graph.op_arguments import arguments
-from .normalize import insert, rewrite
+from .normalize import insert, is_beginning, rewrite
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ def cut_after_padding(graph: Graph, node: Node) -> Node | None:
     """`conv1d(x, w, padding=k - 1)[..., :rows]` reads rows up to its own."""
     call = arguments(node)
     source: Any = call["self"]
-    if source.target is not aten.conv1d.default or call["dim"] % 3 != 2 or call["start"] not in (None, 0):
+    if source.target is not aten.conv1d.default or not is_beginning(call, 2):
         return None
     own = arguments(source)
     width = _reach(own)

@@ -59,6 +59,17 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
     return captured
 
 
+def is_beginning(call: dict[str, Any], last: int) -> bool:
+    """True for a slice, given by its arguments, that takes neighbouring entries from the first on.
+
+    Args:
+        call: of `aten.slice.Tensor`.
+        last: the dim of which it has to take them, the last one.
+    """
+    along = call["dim"] % (last + 1) == last
+    return along and call["start"] in (None, 0) and call["step"] in (None, 1)
+
+
 def _refuse_shared_name(node: Node, replacement: Node) -> None:
     """Raise if a value that is returned would get another gradient, that of all made of `replacement`.
 

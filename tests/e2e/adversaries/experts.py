@@ -213,6 +213,21 @@ def data_in_the_order(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 
 @CASES.block(WARNED, parts)
+def a_loss_beside_targets_that_are_not_sorted(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, order, _ = _sorted_by_expert(m, x, 1)
+    losses = F.cross_entropy(m.head(flat[order]), ids.reshape(-1), reduction="none")
+    return x * (1 + 0.1 * losses[order.argsort()].view(*ids.shape, 1))
+
+
+@CASES.block(WARNED, parts)
+def a_product_plus_data_that_is_not_sorted(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    _, keys, order, rows = _sorted_by_expert(m, x, 1)
+    data = (ids.reshape(-1, 1, 1) % 5).to(x.dtype).expand(-1, 1, INNER)
+    y = torch.bmm(torch.baddbmm(data, rows.unsqueeze(1), m.up[keys]), m.down[keys])
+    return _back(x, order, y.squeeze(1), 1)
+
+
+@CASES.block(WARNED, parts)
 def positions_as_numbers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     _, _, order, rows = _sorted_by_expert(m, x)
     return _back(x, order, rows * (1 + 0.01 * order.unsqueeze(-1)))

@@ -99,6 +99,23 @@ def convolved(function: Callable[..., Tensor]) -> tuple[GraphModule, set[Any], T
 @pytest.mark.parametrize(
     "function",
     [
+        lambda s, k: torch.cat([s, k.expand(2, 3, 7, 4)], -1).softmax(-1)[..., :7],
+        lambda s, k: torch.cat([s, s * k], -1).softmax(-1)[..., ::2],
+        lambda s, k: torch.cat([s, s * k], -1).softmax(-1)[..., 7:],
+        lambda s, k: torch.cat([s, s * k], -1).softmax(-2)[..., :7],
+        lambda s, k: torch.cat([s, s * k, k.expand(2, 3, 7, 1)], -1).softmax(-1)[..., :7],
+        lambda s, k: torch.cat([s, s * k], -2).softmax(-1)[..., :7],
+        lambda s, k: (c := torch.cat([s, s * k], -1)).sub(c.amax(-2, keepdim=True)).softmax(-1)[..., :7],
+    ],
+)
+def test_what_looks_like_sinks(function: Callable[..., Tensor]) -> None:
+    given = drawn((2, 3, 7, 7), (1, 3, 1, 1))
+    torch.testing.assert_close(normal(function, *given)[0](*given), function(*given))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
         lambda x, w: F.conv1d(x, w, padding=2)[..., : x.shape[2]],
         lambda x, w: F.conv1d(x, w, padding=4, dilation=2)[:, :, :-4],
         lambda x, w: F.conv1d(F.pad(x, (2, 0)), w),
@@ -117,6 +134,7 @@ def test_causal_convolutions(function: Callable[..., Tensor]) -> None:
         lambda x, w: F.conv1d(x, w, padding=1),
         lambda x, w: F.conv1d(x, w, padding=2)[..., 1 : x.shape[2] + 1],
         lambda x, w: F.conv1d(x, w, padding=2, stride=2)[..., :4],
+        lambda x, w: F.conv1d(torch.cat([x, x], 2)[..., :12], w, padding=2)[..., ::2],
         lambda x, w: F.conv1d(F.pad(x, (0, 2)), w),
         lambda x, w: F.conv1d(F.pad(x, (2, 0), value=1.0), w),
     ],
