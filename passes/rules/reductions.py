@@ -34,8 +34,14 @@ def reduce(ctx: RuleContext, node: Node) -> Layout:
     call = arguments(node)
     layout = ctx.layout(call["self"])
     dims = reduced_dims(call["dim"], len(layout))
-    forbid(layout, dims, "a reduction over", Role.ROW)
+    forbid(layout, dims, "a reduction over", Role.ROW if not _gives_places(node) else None)
     return tuple(None if d in dims else a for d, a in enumerate(layout) if call["keepdim"] or d not in dims)
+
+
+def _gives_places(node: Node) -> bool:
+    """True if the result says where something is: of equal scores a rounding decides which is the largest."""
+    second = any(u.target is operator.getitem and u.args[1] == 1 for u in node.users)
+    return node.target in (aten.argmax.default, aten.argmin.default) or second
 
 
 @rule(aten.sum.default, aten.mean.default)

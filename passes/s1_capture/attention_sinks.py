@@ -28,7 +28,7 @@ SOFTMAXES = (aten.softmax.int, aten._softmax.default)
 def without_sinks(graph: Graph, node: Node) -> Node | None:
     """`softmax(cat([scores, sinks], -1), -1)[..., :-1]` -> a softmax of the scores, times a number a row."""
     call = arguments(node)
-    weights = _under_casts(call["self"])
+    weights = call["self"].args[0] if call["self"].target in CASTS else call["self"]
     last = len(shape_of(node)) - 1
     if weights.target not in SOFTMAXES or not is_beginning(call, last):
         return None
@@ -55,7 +55,11 @@ def without_sinks(graph: Graph, node: Node) -> Node | None:
 
 
 def _under_casts(node: Any) -> Node:
-    while node.target in CASTS and node.meta["val"].is_floating_point():
+    """What a value is before it was cast to a dtype in which nothing is rounded."""
+    while node.target in CASTS:
+        before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+        if not before.is_floating_point or torch.promote_types(before, after) != after:
+            break
         node = node.args[0]
     return node
 

@@ -7,7 +7,6 @@ by how much: CAUSAL [0, i], WINDOW [i - w + 1, i] or FULL. What is known of scor
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ def _masked_reduction(facts: Facts, scores: Scores, operand: Node, node: Node) -
     if node.target not in (*OVER_VISIBLE, *OVER_WEIGHTS) or facts.has_columns(node):
         return None
     known = scores.of(operand)
-    if known is None or any(u.target is operator.getitem and u.args[1] == 1 for u in node.users):
-        return None  # which column is the largest is a position among those that are read
+    if known is None:
+        return None
     nothing = known.is_masked_out if node.target in OVER_VISIBLE else known.hidden is Hidden.ZERO
     return Mask(known.parts) if nothing else None

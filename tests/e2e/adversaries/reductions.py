@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from e2e_adversary import Cases
+from e2e_adversary import WARNED, Cases
 from e2e_subject import HEADS, HUGE, NEVER, WIDTH, Subject, grid, later
 from torch import Tensor
 
@@ -28,9 +28,6 @@ CASES.blocks(
     {
         "gate by a mean": lambda m, x, ids: _gated(x, m.scores(x).masked_fill(later(x), 0.0).mean(-1)),
         "gate by the largest of all": lambda m, x, ids: _gated(x, m.scores(x).amax(-1)),
-        "gate by which is largest": lambda m, x, ids: _gated(
-            x, m.scores(x).masked_fill(later(x), NEVER).argmax(-1).to(x.dtype) / x.shape[1]
-        ),
         "gate by a norm": lambda m, x, ids: _gated(x, torch.linalg.vector_norm(m.scores(x), dim=-1)),
     }
 )
@@ -63,3 +60,10 @@ def _einsum_attention(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     q, k, v = (p(x).view(*x.shape[:2], HEADS, -1) for p in (m.q, m.k, m.v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(later(x), NEVER)
     return x + torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).flatten(2)
+
+
+@CASES.block(WARNED)
+def gate_by_which_is_largest(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Equal tokens have equal scores: a rounding would decide."""
+    place = m.scores(x).masked_fill(later(x), NEVER).argmax(-1)
+    return _gated(x, place.to(x.dtype) / x.shape[1])

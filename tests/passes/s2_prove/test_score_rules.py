@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import OneLayer, one_layer
+from graphs import OneLayer, one_layer, reasons
 from torch import Tensor
 from torch.fx import Interpreter, Node
 from torch.nn import functional as F
@@ -116,9 +116,6 @@ FULL: dict[str, Weights] = {
     "sum of all": lambda s, h, o: s.masked_fill(h, 0.0) / (9 + s.masked_fill(h, 2.0).sum(-1, keepdim=True)),
     "mean": lambda s, h, o: (
         s.masked_fill(h, -INF).softmax(-1) / (1 + s.masked_fill(h, 0.0) ** 2).mean(-1, keepdim=True)
-    ),
-    "which is largest": lambda s, h, o: (
-        s.masked_fill(h, -INF).softmax(-1) * s.masked_fill(h, -INF).max(-1, keepdim=True).indices
     ),
     "sinks, another mask": lambda s, h, o: (
         with_sinks(s.masked_fill(o, -INF)).softmax(-1)[..., :-1].masked_fill(h, 0.0)
@@ -237,7 +234,6 @@ GATES: dict[str, tuple[Weights, Reach]] = {
     "largest of all": (lambda s, h, o: s.amax(-1), Reach.FULL),
     "sum of what is not zero": (lambda s, h, o: s.masked_fill(h, -1.0).sum(-1), Reach.FULL),
     "another mask": (lambda s, h, o: s.masked_fill(o, 0.0).sum(-1), Reach.FULL),
-    "which is largest": (lambda s, h, o: s.masked_fill(h, -INF).argmax(-1).float(), Reach.FULL),
     "of two masks": (
         lambda s, h, o: s.masked_fill(h, -INF).amax(-1) + s.masked_fill(h | o, -INF).logsumexp(-1),
         Reach.FULL,
@@ -258,6 +254,17 @@ def test_reductions_that_no_product_follows(name: str) -> None:
     facts = one_layer(body, LENGTH)
     assert [m.reach for m in facts.mixings.values()] == [reach]
     assert all(s.chunked for s in facts.segments) and max(s.reach for s in facts.segments) is reach
+
+
+@pytest.mark.parametrize(
+    "place", [lambda s: s.argmax(-1), lambda s: s.max(-1).indices, lambda s: s.argmin(-1)]
+)
+def test_which_column_is_the_largest_is_not_asked_of_a_chunk(place: Callable[[Tensor], Tensor]) -> None:
+    def body(m: OneLayer, x: Tensor) -> Tensor:
+        q, k, _ = m.heads(x)
+        return x * place(q @ k.transpose(-1, -2)).sum(1).unsqueeze(-1)
+
+    assert "a reduction over the sequence axis" in reasons(one_layer(body, LENGTH))[0]
 
 
 def test_every_transfer_function_is_tried() -> None:
