@@ -267,6 +267,7 @@ def test_which_column_is_the_largest_is_not_asked_of_a_chunk(place: Callable[[Te
     assert "a reduction over the sequence axis" in reasons(one_layer(body, LENGTH))[0]
 
 
+@pytest.mark.slow
 def test_every_transfer_function_is_tried() -> None:
     """Of each registered op, or of another that has the same function."""
     tried = set()
