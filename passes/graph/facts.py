@@ -40,7 +40,7 @@ class Axis:
 
     `outer` and `inner` are 1 unless a view merged other dims into this one (`view(-1, vocabulary)`).
     `removed` counts rows that a slice took off (`logits[:, :-1]`): what follows is a sequence of its own.
-    `order`, if it is not None, is the sort that says in which order the entries are; see `RowOrder`.
+    `order`, if it is not None, is the sort that says in which order the entries are; see `LocalValue`.
     """
 
     role: Role = Role.ROW

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import shape_of
 from ..graph.op_arguments import arguments
-from .normalize import insert, is_beginning, rewrite
+from .normalize import cast, insert, is_beginning, rewrite
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -42,7 +42,7 @@ def without_sinks(graph: Graph, node: Node) -> Node | None:
         return None
     scores, sinks = parts  # type: ignore[misc]
     dtype = _widest(scores, weights)
-    scores, sinks = _cast(graph, node, scores, dtype), _cast(graph, node, _unexpanded(sinks), dtype)
+    scores, sinks = cast(graph, node, scores, dtype), cast(graph, node, _unexpanded(sinks), dtype)
     # a row that sees nothing has scores of minus infinity, and weights of zero
     lowest = torch.finfo(dtype).min
     scores = insert(graph, node, aten.clamp_min.default, scores, lowest)
@@ -51,7 +51,7 @@ def without_sinks(graph: Graph, node: Node) -> Node | None:
         sinks = insert(graph, node, aten.logsumexp.default, sinks, [last], True)
     share = insert(graph, node, aten.sigmoid.default, insert(graph, node, aten.sub.Tensor, total, sinks))
     kept = insert(graph, node, aten.mul.Tensor, insert(graph, node, aten.softmax.int, scores, last), share)
-    return _cast(graph, node, kept, node.meta["val"].dtype)
+    return cast(graph, node, kept, node.meta["val"].dtype)
 
 
 def _under_casts(node: Any) -> Node:
@@ -85,10 +85,6 @@ def _widest(scores: Node, weights: Node) -> torch.dtype:
     """The dtype of the softmax, and at least float32: what is rounded once there is rounded thrice here."""
     dtypes = (scores.meta["val"].dtype, weights.meta["val"].dtype, torch.float32)
     return torch.promote_types(torch.promote_types(*dtypes[:2]), dtypes[2])
-
-
-def _cast(graph: Graph, before: Node, value: Node, dtype: torch.dtype) -> Node:
-    return value if value.meta["val"].dtype == dtype else insert(graph, before, aten.to.dtype, value, dtype)
 
 
 def _unexpanded(sinks: Node) -> Node:

@@ -22,6 +22,7 @@ from ..graph.functionalization import NotPureError
 from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.purity import is_impure
 from ..rules.pointwise import pointwise_ops
+from ..rules.row_orders import SORTS
 
 aten = torch.ops.aten
 Rewrite = Callable[[Graph, Node], "Node | None"]
@@ -98,6 +99,11 @@ def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -
     with mode, enable_python_dispatcher(), torch.no_grad():  # else composite ops would make sizes constants
         node.meta["val"] = target(*values[0], **values[1])
     return node
+
+
+def cast(graph: Graph, before: Node, value: Node, dtype: torch.dtype) -> Node:
+    """A value in a dtype: itself, if it has that."""
+    return value if value.meta["val"].dtype == dtype else insert(graph, before, aten.to.dtype, value, dtype)
 
 
 def _grad_mode_regions(graph: Graph) -> None:
@@ -253,8 +259,7 @@ def _is_order(node: Any) -> bool:
         return False
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return True
-    sorts = (aten.sort.default, aten.sort.stable)
-    return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in sorts  # type: ignore[union-attr]
+    return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in SORTS  # type: ignore[union-attr]
 
 
 @rewrite(aten.cat.default)

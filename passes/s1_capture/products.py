@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..graph.facts import shape_of
-from .normalize import insert, rewrite
+from .normalize import cast, insert, rewrite
 
 aten = torch.ops.aten
 
@@ -29,7 +29,8 @@ def einsum_as_product(graph: Graph, node: Node) -> Node | None:
         return None  # a sum over one operand, or a dim that nobody has
     if not _sizes_agree(left, right, operands):
         return None  # a dim of size 1 is broadcast
-    operands = [_cast(graph, node, x) for x in operands]  # type: ignore[union-attr]
+    # in the dtype of the result, which may be that of autocast
+    operands = [cast(graph, node, x, node.meta["val"].dtype) for x in operands]  # type: ignore[union-attr]
     first = _matrix(graph, node, operands[0], left, (batch, rows, inner))  # type: ignore[index]
     second = _matrix(graph, node, operands[1], right, (batch, inner, columns))  # type: ignore[index]
     product = insert(graph, node, aten.matmul.default, first, second)
@@ -58,13 +59,6 @@ def _sizes_agree(left: list[str], right: list[str], operands: Any) -> bool:
         dict(zip(own, shape_of(x), strict=True)) for own, x in zip((left, right), operands, strict=True)
     )
     return all(first[c] == second[c] for c in first if c in second)
-
-
-def _cast(graph: Graph, node: Node, operand: Node) -> Node:
-    """An operand in the dtype of the result, which may be that of autocast."""
-    dtype = node.meta["val"].dtype
-    same = operand.meta["val"].dtype == dtype
-    return operand if same else insert(graph, node, aten.to.dtype, operand, dtype)
 
 
 def _matrix(graph: Graph, before: Node, value: Node, labels: list[str], groups: Any) -> Node:

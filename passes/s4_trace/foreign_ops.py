@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-#: Packages whose ops `torch.func` differentiates by itself.
-OWN = ("aten", "prims", "streambp_fx")
+from ..graph.determinism import TAGGED
 
 
 def is_foreign(target: Any) -> bool:
     """True for an op of another package."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in OWN
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in TAGGED
 
 
 def call_foreign(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

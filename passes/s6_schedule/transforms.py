@@ -152,14 +152,14 @@ def move_what_is_kept(program: StepProgram, parts: StepParts) -> StepProgram:
     forward: list[StepInstruction] = []
     number = 0
     for place, instruction in enumerate(program.forward):
-        needed = {v for i in program.forward[place:] for v in i.inputs}
+        rest = program.forward[place:]
         if any(instruction is k for k in keepers):
-            forward += _left(leaving, number - 2, needed)
+            forward += _left(leaving, number - 2, rest)
             forward.append(replace(instruction, place=parts.policy.offload))  # type: ignore[call-arg]
             number += 1
             continue
         if isinstance(instruction, CallLoss):  # where memory is scarcest
-            forward += [*_left(leaving, number - 2, needed), *_left(leaving, number - 1, needed)]
+            forward += [*_left(leaving, number - 2, rest), *_left(leaving, number - 1, rest)]
         forward.append(instruction)
     gone = {v for i in forward if isinstance(i, Leave) for v in i.inputs}
     return program.with_parts(forward, _fetched(program.backward, keepers, leaving, gone))
@@ -191,9 +191,14 @@ def _leaving(program: StepProgram, keepers: list[StepInstruction]) -> list[tuple
     return found[::-1]
 
 
-def _left(leaving: list[tuple[Value, ...]], number: int, needed: set[Value]) -> list[StepInstruction]:
-    """What one keeper keeps leaves, but for what the forward still reads."""
-    found = tuple(v for v in leaving[number] if v not in needed) if number >= 0 else ()
+def _left(
+    leaving: list[tuple[Value, ...]], number: int, rest: Sequence[StepInstruction]
+) -> list[StepInstruction]:
+    """What one keeper keeps leaves, but for what the rest of the forward still reads."""
+    if number < 0 or not leaving[number]:
+        return []
+    needed = {v for i in rest for v in i.inputs}
+    found = tuple(v for v in leaving[number] if v not in needed)
     return [Leave(inputs=found, number=number)] if found else []
 
 
