@@ -59,6 +59,7 @@ def test_weights_go_with_the_model(way: Callable[[], Any]) -> None:
     assert not any(ref() is not None for ref in held)
 
 
+@pytest.mark.slow
 def test_graphs_go_with_the_model() -> None:
     """Those of a first model aside, which PyTorch may keep for others of its class."""
 

@@ -72,6 +72,7 @@ def test_unknown_option_names_the_nearest(wrong: str, right: str) -> None:
     assert insides(model) == before
 
 
+@pytest.mark.slow
 def test_good_options_pass() -> None:
     for options in ({"chunk": 1}, {"chunk": "auto"}, {"chunk": 10**9, "loss_chunk": 1}, {}):
         model = streambp_fx.transform(build("llama", num_hidden_layers=1), **options)

@@ -156,6 +156,7 @@ def masked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[bool]]:
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"logits": "lazy"}, marks=pytest.mark.slow)], ids=["no logits", "logits"]
 )
+@pytest.mark.slow
 def test_a_mask_of_padding_behind_what_counts_is_not_needed(
     options: dict[str, Any], masked: set[bool]
 ) -> None:

@@ -87,6 +87,7 @@ def test_frozen_tied_embedding() -> None:
     assert streamed.lm_head.weight.grad is None
 
 
+@pytest.mark.slow
 def test_freezing_and_thawing_between_steps() -> None:
     """requires_grad is read at each step, not when the model was transformed."""
     with in_double(LLAMA):

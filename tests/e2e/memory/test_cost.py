@@ -188,6 +188,7 @@ def test_chunks_of_several_sequences_have_fewer_rows() -> None:
     assert streambp_fx.Options(loss_chunk=64).loss_rows(3) == 64
 
 
+@pytest.mark.slow
 def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many that all sequences have 256 tokens, or 320; the batch size first a constant, then a symbol."""
     ran: list[str] = []

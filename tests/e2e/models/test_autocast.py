@@ -106,6 +106,7 @@ def test_a_grad_scaler_takes_the_same_steps() -> None:
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_on_and_off_in_turns_and_backward_inside() -> None:
     eager = build("llama", dtype=torch.float32, num_hidden_layers=1)
     model = copy.deepcopy(eager)

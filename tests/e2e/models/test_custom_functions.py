@@ -230,6 +230,7 @@ def with_linears(kind: Any, places: Any = PLACES) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_streamed() -> None:
     batches = {**BATCHES, "left": padded(41, "left")}
     _, streamed = check_exact(functools.partial(with_linears, QuantisedLinear), batches)

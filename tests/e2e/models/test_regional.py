@@ -50,6 +50,7 @@ def test_layers_are_streamed_and_share_a_schedule(family: str, monkeypatch: pyte
     assert len(analysed) == len(shared) == (2 if family == "llama" else 1)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_whole_model() -> None:
     """The stack of layers compiled as one, or layer by layer: the peak differs by less than a tenth."""
     factory = functools.partial(

@@ -105,6 +105,7 @@ def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     assert ("it keeps what each segment reads" in code) == bool(options)
 
 
+@pytest.mark.slow
 def test_one_program_for_all_layers_and_other_lengths() -> None:
     model = build("llama")
     streamed = transform(copy.deepcopy(model))
@@ -131,6 +132,7 @@ def test_one_program_for_all_layers_and_other_lengths() -> None:
         run(code, model, {k: v[:, :1] for k, v in plain(2, 9).items()})
 
 
+@pytest.mark.slow
 def test_what_the_data_decides_is_asked_by_the_program() -> None:
     """A finite mask: a row that sees nothing attends evenly to all rows. One program serves both."""
     eager = build("llama", "eager", num_hidden_layers=1)
