@@ -47,6 +47,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 384,
         **_ROPE,
     },
+    "mamba2": {
+        "model_type": "mamba2",
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_heads": 16,
+        "head_dim": 64,
+        "n_groups": 1,
+        "time_step_limit": [0.0, 1e9],  # infinity does not survive JSON
+        "use_cache": False,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **_DENSE,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "mlp_only_layers": [0, 1, 2, 3],
+        **_ROPE,
+    },
 }
 
 
@@ -198,6 +222,8 @@ _ALL = (
     Case("gemma3", replace(_SHORT, source="gemma3"), "streamed", 8, 1.0),
     Case("gpt_neox", replace(_SHORT, source="gpt_neox"), "streamed", 8, 1.0),
     Case("experts", Workload("qwen3_moe", 8192, 512), "streamed", 8, 1.05),
+    Case("state-space", Workload("mamba2", 8192, 512), "streamed", 8, 1.05),
+    Case("hybrid", Workload("qwen3_next", 8192, 512), "streamed", 8, 1.05),
     Case("smollm2", Workload("smollm2", 8192, 1024), "streamed", 6, 1.0),
 )
 CASES = {case.name: case for case in _ALL}

@@ -23,6 +23,7 @@ from .checking.self_check import self_check
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .dynamo.live_objects import Registry
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats
+from .dynamo.this_backend import MARK
 from .errors import CompileError, StreamBPWarning
 from .options import Options
 from .passes import PassError, analyze
@@ -72,6 +73,9 @@ def streambp(
     """
     parsed = Options.parse({"logits": "lazy", **(options or {})})
     return compile_graph(module, example_inputs, parsed)
+
+
+setattr(streambp, MARK, True)
 
 
 def compile_graph(

@@ -28,6 +28,7 @@ from .backend import compile_graph
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .dynamo.live_objects import Registry
 from .dynamo.messages import LOGGERS, in_plain_words
+from .dynamo.this_backend import MARK
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .models.adapters import lengthens_sequence, prepare_tracing
 from .models.arguments import (
@@ -42,6 +43,7 @@ from .models.arguments import (
 from .models.checkpointing import TakeOver
 from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
 from .models.plain_forms import in_plain_pytorch
+from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
 from .schedule import Schedule
@@ -253,6 +255,7 @@ class StreamedForward:
             return without_logits(self.captured(*positional.values(), **keywords), dropped)
 
         prepare_tracing()
+        declare_recurrences(self.model.modules())
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
         )
@@ -310,6 +313,9 @@ def _backend(
 
     executor = alive()._lower(alive(), module, example_inputs)
     return lambda *inputs: alive()._run(executor, *inputs)
+
+
+setattr(_backend, MARK, True)
 
 
 def _warn(text: str) -> None:

@@ -25,7 +25,7 @@ LAYERS = [
     "passes.s6_schedule",
     *("passes", "options", "runtime.segments", "runtime", "cost", "auto_executor"),
     *("show", "show.code", "show.page", "schedule"),
-    *("probing", "checking", "dynamo", "models.plain_forms", "models"),
+    *("probing", "checking", "dynamo", "models.plain_forms", "models.recurrences", "models"),
     *("backend", "streamed_forward", "transform", "explain", "plan", "trace", "integrations"),
     *("verifying", "verify", "", "measure", "report", "commands", "cli"),
 ]

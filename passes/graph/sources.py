@@ -6,6 +6,8 @@ import re
 
 import torch
 
+# Where functions are that are captured in the place of a model's: it is the model's line that is wanted.
+STANDS_IN = "/streambp_fx/models/"
 IN_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
@@ -40,7 +42,7 @@ def source_line(node: torch.fx.Node) -> str:
     lines = [line.rstrip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     for position in range(len(lines) - 1, -1, -1):
         text = lines[position].strip()
-        if text.startswith("File "):
+        if text.startswith("File ") and STANDS_IN not in text:
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
             code = lines[position + 1].strip() if position + 1 < len(lines) else ""
             return f"{file}:{line}: {code}"

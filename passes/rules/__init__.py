@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (register their rules)
     indexing,
     pointwise,
     quantised,
+    recurrences,
     reductions,
     row_orders,
     scatters,

@@ -16,6 +16,7 @@ import sympy
 from torch.fx import Node
 
 from ..graph.facts import Axis, Facts, Kind, Reach, Role, Segment, operands, shape_of, tensors_of
+from ..graph.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
 from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
@@ -290,6 +291,8 @@ def _is_chained(facts: Facts, piece: Segment) -> bool:
     order, reading the prefix; with a reach of FULL they could not be rebuilt chunk by chunk at all.
     """
     inside, mixed = set(piece.nodes), set()
+    if any(m.node.target is RECURRENCE for m in piece.mixings):
+        return True  # each state is made of the one before
     for node in piece.nodes:
         if node in facts.mixings and any(n in mixed for n in facts.mixings[node].columns):
             return True

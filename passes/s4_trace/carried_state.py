@@ -5,6 +5,8 @@ The state of a segment are values that are computed once by rows, kept in a buff
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch.fx import Node
 
 from ..graph.causal_convolution import CAUSAL_CONV1D
 from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, tensors_of
-from ..graph.op_arguments import sdpa_arguments
+from ..graph.op_arguments import arguments, sdpa_arguments
+from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
 from ..s1_capture.normalize import grouped_source
 
@@ -44,10 +47,23 @@ class Ranges:
 
 @dataclass
 class State:
-    """A value kept for the whole segment: computed by rows, read as columns."""
+    """A value kept for the whole segment: computed by rows, read as columns.
+
+    Attributes:
+        by_chunk: it is the state of a recurrence, `node`, which each chunk takes from the one before.
+        before: so many rows before the chunk's own are read, and no more; None: all columns.
+    """
 
     node: Node
     dim: int
+    by_chunk: bool = False
+    before: int | None = None
+
+    def columns_before(self, ranges: Ranges) -> Size:
+        """How many columns are read before the chunk's own: fewer than `before` at the start alone."""
+        if self.before is None:
+            return ranges.prefix
+        return self.before if ranges.prefix >= self.before else ranges.prefix
 
 
 def find_states(facts: Facts, segment: Segment) -> list[State]:
@@ -59,24 +75,62 @@ def find_states(facts: Facts, segment: Segment) -> list[State]:
     found: dict[Node, State] = {}
     inside = set(segment.nodes)
     for mixing in segment.mixings:
+        if mixing.node.target is RECURRENCE:
+            found[mixing.node] = State(mixing.node, 0, by_chunk=True)
         for operand in [n for n, r in edges(facts, mixing.node, Role.ROW) if r is Role.COLUMN]:
             if facts.kinds[operand] is not Kind.STREAM:
                 continue  # data: its columns are slices
             best = node = operand
             while node.target in VIEW_ONLY and isinstance(node.args[0], Node) and node.args[0] in inside:
                 node = node.args[0]
+                if node.target is RECURRENCE:
+                    break  # it has a state of its own
                 if _simple_axis(facts, node) is not None and _size(facts, node) <= _size(facts, best):
                     best = node
             dim = _simple_axis(facts, best)
             assert dim is not None
             found[best] = State(best, dim)
-    return list(found.values())
+    return [_limited(facts, segment, state) for state in found.values()]
+
+
+def _limited(facts: Facts, segment: Segment, state: State) -> State:
+    """A state that a convolution alone reads, as it is: it looks at few rows."""
+    readers = [
+        m.node for m in segment.mixings for n, r in edges(facts, m.node, Role.ROW)
+        if r is Role.COLUMN and state.node in _behind(n)
+    ]  # fmt: skip
+    if [r.target for r in readers] != [CAUSAL_CONV1D] or readers[0].args[0] is not state.node:
+        return state
+    return dataclasses.replace(state, before=rows_before(readers[0]))
+
+
+def _behind(node: Node) -> Iterator[Node]:
+    """A node and those that it is a view of."""
+    yield node
+    while node.target in VIEW_ONLY and isinstance(node.args[0], Node):
+        node = node.args[0]
+        yield node
+
+
+def rows_before(node: Node) -> int:
+    """How many rows before its own a row of a causal convolution reads."""
+    call = arguments(node)
+    return int((shape_of(call["weight"])[2] - 1) * call["dilation"])
 
 
 def _simple_axis(facts: Facts, node: Node) -> int | None:
     layout = facts.layouts.get(node) or ()
     dims = [d for d, a in enumerate(layout) if a is not None]
     return dims[0] if len(dims) == 1 and layout[dims[0]] == Axis() else None
+
+
+def state_of_recurrence(node: Node) -> tuple[list[sympy.Expr], torch.dtype]:
+    """The sizes and the dtype of the state of a recurrence."""
+    name, given, settings, cast = node.args
+    known = RECURRENCES[name]
+    values = [None if n is None else tensors_of(n)[0] for n in given]
+    dtype = known.dtypes(values, settings, cast)[1]
+    return [shape_of(given[operand])[dim] for operand, dim in known.state], dtype
 
 
 def _size(facts: Facts, node: Node) -> float:
@@ -91,6 +145,8 @@ def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
     if node.target is aten.scaled_dot_product_attention.default:
         call = sdpa_arguments(node)
         return [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
+    if node.target is RECURRENCE:
+        return [(n, role) for n in operands(node)]
     if node.target is CAUSAL_CONV1D:
         return [(n, Role.COLUMN if n is node.args[0] else role) for n in operands(node)]
     left, right = node.args[-2:] if node.target is not aten.baddbmm.default else node.args[1:3]
@@ -123,7 +179,18 @@ class StateReader:
     def columns(self, state: State, own: Tensor) -> Tensor:
         """The columns of a state: `ranges.columns` entries in its dim, the chunk's own rows among them.
 
+        Of a state with `before`, those of `columns_before` and the own rows.
+
         `own` has the rows that the chunk has computed: `ranges.rows` entries in that dim.
+        """
+        raise NotImplementedError
+
+    def recur(self, state: State, given: tuple, operands: list[Tensor | None]) -> Tensor:
+        """The rows of a recurrence, from the state that the chunk before left; it leaves one for the next.
+
+        Args:
+            given: the arguments of the op.
+            operands: of it, each in its shape and dtype there, but with the chunk's own rows.
         """
         raise NotImplementedError
 

@@ -15,10 +15,11 @@ from torch.fx import Node
 from ..graph.causal_convolution import CAUSAL_CONV1D
 from ..graph.facts import Axis, Mask, Role, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
+from ..graph.recurrence import RECURRENCE
 from ..rules.op_sets import EXPANDS, RESHAPES
 from ..rules.pointwise import LIKE_ANOTHER
 from .attention_kernels import AttentionBlock, CpuFlash, additive, choose
-from .carried_state import Size, grouped_columns
+from .carried_state import Size, grouped_columns, rows_before
 from .evaluation import Evaluation, emit
 from .prefix_attention import PrefixAttention, attend, attend_plainly, causal_block
 
@@ -138,6 +139,13 @@ def cross_entropy(run: Evaluation, node: Node, role: Role) -> Tensor:
     return aten.cross_entropy_loss.default(**values)
 
 
+@emit(RECURRENCE)
+def recurrence(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Its step, from the state of the chunk before to the one that it leaves."""
+    own = [None if n is None else run.operand(n, role) for n in node.args[1]]
+    return run.reader.recur(run.program.states[node], node.args, own)
+
+
 @emit(aten.matmul.default)
 def matmul(run: Evaluation, node: Node, role: Role) -> Tensor:
     """With grouped heads, the query heads of a group are rows of one product with the group's columns."""
@@ -160,9 +168,12 @@ def causal_convolution(run: Evaluation, node: Node, role: Role) -> Tensor:
     columns = run.operand(call["input"], Role.COLUMN)
     weight, bias = run.operand(call["weight"], role), call["bias"]
     bias = run.operand(bias, role) if bias is not None else None
-    before = (weight.shape[2] - 1) * call["dilation"]
-    padded = torch.cat([columns.new_zeros((*columns.shape[:2], before)), columns], -1)
-    read = padded.narrow(-1, run.ranges.prefix, run.ranges.rows + before)
+    before, state = rows_before(node), run.program.states.get(call["input"])
+    there = run.ranges.prefix if state is None else state.columns_before(run.ranges)
+    last = there if there < before else before
+    read = columns.narrow(-1, there - last, last + run.ranges.rows)
+    if last is not before:
+        read = torch.cat([read.new_zeros((*read.shape[:2], before - last)), read], -1)
     return torch.nn.functional.conv1d(read, weight, bias, 1, 0, call["dilation"], call["groups"])
 
 

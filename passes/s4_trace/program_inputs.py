@@ -16,7 +16,7 @@ from ..graph.facts import Facts, evaluate, expression, shape_of, sum_dtype, tens
 from ..graph.symbols import SymbolTable
 from ..s3_cut.segment import row_axis
 from ..step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
-from .carried_state import Ranges
+from .carried_state import Ranges, state_of_recurrence
 from .evaluation import narrow
 
 SIZES = ("rows", "prefix", "low", "total")
@@ -158,10 +158,21 @@ class FakeInputs:
         assert buffer.node is not None
         if buffer.kind in BY_ROWS:
             return self._rows(buffer.node)
+        if buffer.by_chunk:
+            return self._states_of_recurrence(buffer)
         if buffer.kind in BY_COLUMNS:
             full = self._contiguous(buffer.node, buffer.wide)
             return full.narrow(buffer.dim, self.ranges.low, self.ranges.columns)
         return self._whole(buffer.node, buffer.wide)
+
+    def _states_of_recurrence(self, buffer: Buffer) -> Tensor:
+        """Before the chunk and after it."""
+        assert buffer.node is not None
+        sizes, dtype = state_of_recurrence(buffer.node)
+        device = tensors_of(buffer.node)[0].device
+        with self.mode:
+            shape = [2, *map(self._size, sizes)]
+            return torch.empty(shape, dtype=sum_dtype(dtype) if buffer.wide else dtype, device=device)
 
     def _symbol(self, name: str, hint: int, start: bool = False) -> Any:
         value = self.table.new(name, hint, start)

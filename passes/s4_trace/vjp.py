@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..graph.facts import Mask, compiled
+from ..graph.recurrence import RECURRENCE_STEP
 from ..graph.symbols import SymbolTable, new_fake_mode
 from ..graph.tracing import trace
 from ..step.instructions import BufferKind
@@ -26,6 +27,7 @@ from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
 from .prefix_attention import StateRead
 from .program_inputs import Extent, FakeInputs, Slots, Unpacked
+from .recurrence_rows import RecurrenceRows
 
 if TYPE_CHECKING:
     from ..s5_lower.lower import Lowered
@@ -70,7 +72,15 @@ class Columns(StateReader):
         buffer = self.buffers[state.node]
         if self.write:
             buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows).copy_(own)
-        return buffer
+        return read_of(buffer, state, self.ranges)
+
+    def recur(self, state: State, given: tuple, operands: list[Tensor | None]) -> Tensor:
+        """Entry 0 of the buffer is the state before the chunk, entry 1 that after it."""
+        before, after = self.buffers[state.node].unbind()
+        name, _, settings, cast = given
+        made, last = RECURRENCE_STEP(name, operands, settings, cast, before)
+        after.copy_(last)
+        return made
 
 
 class DifferentiatedColumns(StateReader):
@@ -83,7 +93,14 @@ class DifferentiatedColumns(StateReader):
         """The buffer of the state, with the own rows written; its backward is that of `StateRead`."""
         buffer, grad, own_grad = self.buffers_of(state)
         own_columns = buffer.narrow(state.dim, self.ranges.prefix, self.ranges.rows)
-        return StateRead.apply(own, buffer, own_columns, grad, own_grad)
+        read, read_grad = (read_of(x, state, self.ranges) for x in (buffer, grad))
+        return StateRead.apply(own, read, own_columns, read_grad, own_grad)
+
+    def recur(self, state: State, given: tuple, operands: list[Tensor | None]) -> Tensor:
+        """As forwards; backwards the gradient of the state after the chunk becomes that of the one before."""
+        states, gradients = self.buffers[state.node].unbind(), self.grads[state.node].unbind()
+        name, _, settings, cast = given
+        return RecurrenceRows.apply((name, settings, cast), *states, *gradients, *operands)
 
     def buffers_of(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """The buffer of the state, that of its gradient, and the own rows of this one."""
@@ -95,12 +112,20 @@ class DifferentiatedColumns(StateReader):
 class LeafColumns(StateReader):
     """Backward, not causal: the columns are leaves; the own rows are differentiated in a later sweep."""
 
-    def __init__(self, leaves: dict[Node, Tensor]) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: dict[Node, Tensor], ranges: Ranges) -> None:
+        self.leaves, self.ranges = leaves, ranges
 
     def columns(self, state: State, own: Tensor) -> Tensor:
         """The leaf tensor that stands for the columns of the state; the own rows are left alone."""
-        return self.leaves[state.node]
+        return read_of(self.leaves[state.node], state, self.ranges)
+
+
+def read_of(buffer: Tensor, state: State, ranges: Ranges) -> Tensor:
+    """What a chunk reads of the buffer of a state: a view, of another size in the dim of the rows alone."""
+    if state.before is None:
+        return buffer
+    before = state.columns_before(ranges)
+    return buffer.narrow(state.dim, ranges.prefix - before, before + ranges.rows)
 
 
 @contextlib.contextmanager
@@ -178,7 +203,8 @@ def _write_states(
         reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=True)
         values = program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
         for state, own in zip(owner.states.values(), values, strict=True):
-            reader.columns(state, own)
+            if not state.by_chunk:
+                reader.columns(state, own)
         return []
 
 
@@ -198,7 +224,7 @@ def _joint(
         named = dict(zip(wanted, primals, strict=False))
         if extent.full:
             columns = primals[len(wanted) :]
-            reader: StateReader = LeafColumns(dict(zip(leaves, columns, strict=True)))
+            reader: StateReader = LeafColumns(dict(zip(leaves, columns, strict=True)), given.ranges)
         else:
             reader = DifferentiatedColumns(states, gradients, given.ranges)
         values = program.run(given.bindings(owner.facts, named), given.ranges, reader, given.seed)
@@ -223,7 +249,7 @@ def _state_joint(
 
     def chunk(*primals: Tensor) -> tuple[Tensor, ...]:
         bindings = given.bindings(owner.facts, dict(zip(wanted, primals, strict=True)))
-        return tuple(program.run(bindings, given.ranges, LeafColumns(states), given.seed))
+        return tuple(program.run(bindings, given.ranges, LeafColumns(states, given.ranges), given.seed))
 
     _, pullback = torch.func.vjp(chunk, *_primals(owner, given))  # type: ignore[misc]
     return _pull_back(pullback, [gradients[n].to(states[n].dtype) for n in owner.states])

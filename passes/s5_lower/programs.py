@@ -161,7 +161,7 @@ class SegmentPrograms:
         segment, states = self.segment, self.states.values()
         if kind in BY_COLUMNS:
             wide = self.wide and kind is BufferKind.STATE_GRADIENT
-            return [Buffer(kind, s.node, s.dim, wide) for s in states]
+            return [Buffer(kind, s.node, s.dim, wide, s.by_chunk) for s in states]
         if kind is BufferKind.SUM:
             return [Buffer(kind, n, wide=self.wide) for n in self.diff_constants]
         if kind is BufferKind.KEPT:

@@ -72,7 +72,7 @@ class Builder:
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
         body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in self.outputs]
-        body += map(Allocate, self.states)
+        body += self._memory_of_states()
         body += self._fill_states(()) if self.way.full else []
         chunk: list[Instruction] = [
             Run(
@@ -89,7 +89,7 @@ class Builder:
 
     def backward(self) -> Procedure:
         """Gradients of the streamed inputs, and of the constants."""
-        body: list[Instruction] = [*map(Allocate, self.states), *self._fill_states(self.kept)]
+        body: list[Instruction] = [*self._memory_of_states(), *self._fill_states(self.kept)]
         body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums)]
         body += self._memory_of_gradients(BufferKind.COTANGENT)
         joint = Run(
@@ -143,6 +143,10 @@ class Builder:
     def _inputs(self, program: str, kept: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
         reads = bool(kept) and self.programs.reads_kept(program)
         return tuple(self.programs.slots(program, reads).tensors)
+
+    def _memory_of_states(self) -> list[Instruction]:
+        """A state that goes from chunk to chunk begins with zeros."""
+        return [Allocate(b, zero=b.by_chunk) for b in self.states]
 
     def _fill_states(self, kept: tuple[Buffer, ...]) -> list[Instruction]:
         """The states of all rows, before a chunk that may read any of them."""

@@ -43,6 +43,7 @@ class Buffer:
         node: the captured value that it is, or whose gradient it is. Identical segments share procedures, so
             it is a node of the segment whose programs they are. None for what is kept.
         dim: of a state, that of its rows.
+        by_chunk: a state with an entry for what each chunk begins with, and one for the end, in dim 0.
         wide: a sum over chunks, in float32 where the value is in half precision.
     """
 
@@ -50,6 +51,7 @@ class Buffer:
     node: Node | None = None
     dim: int = 0
     wide: bool = False
+    by_chunk: bool = False
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from ..passes.graph.facts import Kind, PassError, Segment, evaluate_size
 from ..passes.graph.sources import path, source_line
 from ..passes.s3_cut.segment import row_axis
+from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.chunk_program import ChunkProgram
 from ..passes.s4_trace.vjp import Columns
 from ..passes.s6_schedule.build import overwritten_cotangent
@@ -202,6 +203,7 @@ class _Trial:
         program = ChunkProgram(self.facts, segment, targets, self.step.plain & set(runner.masks))
         wrong: set[Node] = set()
         with torch.no_grad(), torch._C._DisableAutocast():
+            carried = {n: self._no_state(n) for n, s in program.states.items() if s.by_chunk}
             for extent in runner.extents(self.step):
                 ranges = extent.ranges(partial(getattr, extent))
                 rows = {n: runner.rows_of(n, self.values[n], extent, self.step) for n in segment.rows}
@@ -211,16 +213,26 @@ class _Trial:
                 buffers = {
                     n: self.values[n].narrow(s.dim, extent.low, ranges.columns).clone()
                     for n, s in program.states.items()
+                    if not s.by_chunk
                 }
+                buffers |= {n: carried[n] for n, s in program.states.items() if s.by_chunk}
                 try:
                     values = program.run(bindings, ranges, Columns(buffers, ranges, write=False), 0)
                 except PassError as error:
                     return error.node
+                for state in carried.values():
+                    state[0] = state[1]
                 for node, value in zip(targets, values, strict=True):
                     own = runner.rows_of(node, self.values[node], extent, self.step)
                     if isinstance(value, Tensor) and self._far(own, value):
                         wrong.add(node)
         return next((n for n in segment.nodes if n in wrong), None)
+
+    def _no_state(self, node: Node) -> Tensor:
+        """The state of a recurrence before a chunk and after it, of zeros."""
+        sizes, dtype = state_of_recurrence(node)
+        shape = [2, *(int(s.subs(self.sizes)) for s in sizes)]
+        return torch.zeros(shape, dtype=dtype, device=self.values[node].device)
 
     def _by_rows(self, node: Node) -> bool:
         return isinstance(self.values.get(node), Tensor) and row_axis(self.facts, node) is not None

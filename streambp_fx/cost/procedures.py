@@ -81,6 +81,10 @@ class ProcedureWalk:
         assert buffer.node is not None
         key = within.key(buffer)
         wide = buffer.wide and self.cost.wide
+        if buffer.by_chunk:
+            size = self.cost.bytes_by_chunk(within.runner, buffer, self.sizes)
+            self.ledger.hold(key, CAUSE_OF[buffer.kind], size)
+            return
         size = (self.cost.sum_bytes if wide else self.cost.bytes_of)(buffer.node, self.sizes)
         cause = CAUSE_OF.get(buffer.kind) or self.cause_of_output(key)
         self.ledger.hold(key, cause, size)

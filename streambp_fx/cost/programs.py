@@ -14,8 +14,9 @@ from ..passes.cost.program import ProgramCost, program_cost
 from ..passes.graph.facts import Facts, Mask, Reach, Segment, compiled, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.s2_prove.footprints import mask_facts
+from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
-from ..passes.step.instructions import Run
+from ..passes.step.instructions import Buffer, Run
 from ..runtime.executor import Executor
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
@@ -65,9 +66,18 @@ class ProgramCosts:
         )
 
     def states_of(self, segment: Segment) -> list[Node]:
-        """What later chunks of a segment read of earlier ones; none of one that runs whole."""
+        """What later chunks of a segment read of the rows of earlier ones; none of one that runs whole."""
         runner = self.executor.runners[segment.index]
-        return [] if runner is None else [s.node for s in runner.programs.states.values()]
+        return [] if runner is None else [s.node for s in runner.programs.states.values() if not s.by_chunk]
+
+    def bytes_by_chunk(self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes) -> Any:
+        """Bytes of the states of a recurrence, one for each chunk and one more."""
+        assert buffer.node is not None
+        shape, dtype = state_of_recurrence(buffer.node)
+        rows = sizes.tokens - runner.segment.removed
+        chunks = rows / sizes.chunk if sizes.symbolic else -(-rows // sizes.chunk)
+        own = sum_dtype(dtype) if buffer.wide else dtype
+        return self.value(sympy.Mul(*shape) * own.itemsize, sizes) * (chunks + 1)
 
     def is_full(self, runner: SegmentRunner) -> bool:
         """True if every step runs the chunks of a segment with FULL reach."""

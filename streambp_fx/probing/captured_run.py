@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from ..passes.graph.causal_convolution import CAUSAL_CONV1D
 from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, evaluate_size, shape_of
+from ..passes.graph.recurrence import RECURRENCE
 from ..passes.rules.op_sets import ALIGNED
 from ..runtime.segments.owned_buffers import attribute
 from ..runtime.step_sizes import read_sizes, size_places
@@ -22,6 +23,7 @@ COLUMNS: dict[Any, tuple[int | str, ...]] = {
     aten.scaled_dot_product_attention.default: (1, 2, "key", "value"),
     aten.baddbmm.default: (2, "batch2"),
     CAUSAL_CONV1D: (0, "input"),
+    RECURRENCE: (1, "operands"),
 }
 PRODUCT_COLUMNS: tuple[int | str, ...] = (1, "other", "mat2")
 Substitute = Callable[[Node, bool], Any]

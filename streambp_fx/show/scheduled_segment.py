@@ -61,7 +61,8 @@ class ScheduledSegment:
         if not self.segment.chunked or not self.segment.mixings:
             return {}
         facts = self.schedule.facts
-        return {s.node.name: int(row_bytes(facts, s.node)) for s in find_states(facts, self.segment)}
+        states = (s for s in find_states(facts, self.segment) if not s.by_chunk)
+        return {s.node.name: int(row_bytes(facts, s.node)) for s in states}
 
     @property
     def saved(self) -> dict[str, int]:

@@ -37,6 +37,7 @@ from streambp_fx.passes.graph.symbols import SymbolTable, new_fake_mode
 from streambp_fx.passes.s2_prove.axes import axes
 from streambp_fx.passes.s3_cut.segment import _judge, connect
 from streambp_fx.passes.s4_trace import vjp
+from streambp_fx.passes.s4_trace.carried_state import state_of_recurrence
 from streambp_fx.passes.s4_trace.chunk_program import ChunkProgram
 from streambp_fx.passes.s4_trace.evaluation import narrow
 from streambp_fx.passes.s4_trace.program_inputs import Extent
@@ -417,6 +418,8 @@ class ChunkRun:
             assert buffer.node is not None
             if buffer.kind in buffers:
                 own = buffers[buffer.kind][buffer.node]
+                if buffer.by_chunk:
+                    return own.narrow(0, self.starts.index(extent.start), 2)
                 by_columns = buffer.kind in BY_COLUMNS
                 return own.narrow(buffer.dim, extent.low, extent.columns) if by_columns else own
             if buffer.kind is BufferKind.COTANGENT:
@@ -450,13 +453,18 @@ class ChunkRun:
         """Values of the results and gradients of what has one, chunk by chunk."""
         fill = lambda nodes: {n: _zeros(n, self.length) for n in nodes}  # noqa: E731
         states = list(self.owner.states)
-        buffers = {BufferKind.STATE: fill(states), BufferKind.STATE_GRADIENT: fill(states)}
+        buffers = {kind: fill(states) for kind in (BufferKind.STATE, BufferKind.STATE_GRADIENT)}
         buffers[BufferKind.SUM] = fill(self.owner.diff_constants)
         extents, start = [], 0
         for rows in chunk_sizes(self.length):
             low, prefix = (0, start) if self.piece.mixings else (start, 0)
             extents.append(Extent(rows, prefix, low, self.length, self.full))
             start += rows
+        self.starts = [e.start for e in extents]
+        for node in (s.node for s in self.owner.states.values() if s.by_chunk):
+            sizes, dtype = state_of_recurrence(node)
+            for kind in (BufferKind.STATE, BufferKind.STATE_GRADIENT):
+                buffers[kind][node] = torch.zeros([len(extents) + 1, *map(int, sizes)], dtype=dtype)
         if self.full and states:
             for extent in extents:
                 self.run("states", extent.own(), buffers)

@@ -11,6 +11,7 @@ from opdb_cases import by_hand
 from torch import Tensor
 
 from streambp_fx.passes.graph.causal_convolution import CAUSAL_CONV1D
+from streambp_fx.passes.graph.recurrence import RECURRENCE, RECURRENCES, Recurrence
 from streambp_fx.passes.rules.pointwise import tagged_ops
 
 aten = torch.ops.aten
@@ -60,6 +61,27 @@ def convolutions() -> Iterator[Sample]:
         (floats(4, 1, 3), None, 1, 4), (floats(6, 2, 2), floats(6), 2, 2), (floats(3, 4, 1), None, 1, 1),
     ):  # fmt: skip
         yield CAUSAL_CONV1D, (floats(2, 4, L), weight, bias, dilation, groups), {}
+
+
+def _scan(operands: Any, settings: Any, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """state = a * state + b, row by row, times a weight of each column."""
+    a, b, weight = operands
+    made = []
+    state = torch.zeros_like(b[:, 0]) if state is None else state
+    for k in range(b.shape[1]):
+        state = a[:, k] * state + b[:, k] * settings[0]
+        made.append(state if weight is None else state * weight)
+    return torch.stack(made, 1), state
+
+
+SCAN = Recurrence("tests.scan", _scan, dims=(1, 1, None), rows=1, like=1, state=((1, 0), (1, 2)))
+RECURRENCES[SCAN.name] = SCAN
+
+
+@by_hand
+def recurrences() -> Iterator[Sample]:
+    for weight in (floats(4), None):
+        yield RECURRENCE, (SCAN.name, [floats(2, L, 4), floats(2, L, 4), weight], [0.5], None), {}
 
 
 @by_hand

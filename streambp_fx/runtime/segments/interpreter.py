@@ -112,6 +112,9 @@ def _allocate(instruction: Allocate, frame: Frame) -> None:
 
 def _new(buffer: Buffer, frame: Frame, zero: bool) -> Tensor:
     assert buffer.node is not None
+    if buffer.by_chunk:
+        chunks = len(frame.blocks(Over.RUN))
+        return frame.runner.states_of_recurrence(buffer, chunks, frame.step, frame.like)
     if buffer.kind is BufferKind.SUM:  # in the memory layout of what it is the gradient of
         constant = frame.tensors[Buffer(BufferKind.CONSTANT, buffer.node)]
         return torch.zeros_like(constant, dtype=frame.runner.sum_dtype(buffer, constant.dtype))

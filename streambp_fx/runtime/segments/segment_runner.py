@@ -14,6 +14,7 @@ from ...passes.graph.facts import Axis, Facts, PassError, Reach, Segment, shape_
 from ...passes.s2_prove.gradient_edges import reached
 from ...passes.s2_prove.independent_samples import Samples
 from ...passes.s3_cut.segment import row_axis
+from ...passes.s4_trace.carried_state import state_of_recurrence
 from ...passes.s4_trace.evaluation import narrow
 from ...passes.s4_trace.program_inputs import Extent
 from ...passes.s5_lower.lower import Lowered
@@ -78,6 +79,17 @@ class SegmentRunner:
         dtype = tensors_of(node)[0].dtype
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=sum_dtype(dtype) if wide else dtype, device=like.device)
+
+    def states_of_recurrence(self, buffer: Buffer, chunks: int, step: StepData, like: Tensor) -> Tensor:
+        """Zeros for the state of a recurrence before each of so many chunks, and after the last.
+
+        Returns:
+            (chunks + 1, ...), in the dtype of the state or, for wide sums, of its sum.
+        """
+        assert buffer.node is not None
+        sizes, dtype = state_of_recurrence(buffer.node)
+        shape = [chunks + 1, *map(step.resolve, sizes)]
+        return torch.zeros(shape, dtype=sum_dtype(dtype) if buffer.wide else dtype, device=like.device)
 
     def sum_dtype(self, buffer: Buffer, dtype: torch.dtype) -> torch.dtype:
         """Of a sum over chunks of gradients in a dtype."""
@@ -190,7 +202,7 @@ class SegmentRunner:
                 args += frame.kept[index]
             else:
                 value = self.part_of(buffer, frame.tensors[buffer], block.part, step)
-                args.append(self.input(buffer, value, extent, own))
+                args.append(self.input(buffer, value, extent, own, index))
         program = self.program(kind, extent, own, args)
         if program.workspace is not None:
             args.append(frame.workspace_of(program.workspace))
@@ -200,13 +212,15 @@ class SegmentRunner:
         """The numbers that a program is given for a chunk."""
         return [*extent.sizes, seed, *(step.sizes[s] for s in self.programs.symbols)]
 
-    def input(self, buffer: Buffer, value: Tensor, extent: Extent, step: StepData) -> Tensor:
-        """What of a tensor a program is given for a chunk, as a view.
+    def input(self, buffer: Buffer, value: Tensor, extent: Extent, step: StepData, index: int = 0) -> Tensor:
+        """What of a tensor a program is given for a chunk, the one with this index, as a view.
 
         Only the dim of the sequence has another size: the rows of the chunk or its columns, as the kind of
         the buffer says. Values without the sequence are handed over as they are.
         """
         assert buffer.node is not None
+        if buffer.by_chunk:
+            return value.narrow(0, index, 2)
         if buffer.kind in BY_ROWS:
             return self.rows_of(self.twins[buffer.node], value, extent, step)
         if buffer.kind in BY_COLUMNS:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...passes.graph.facts import Axis, shape_of, tensors_of
+from ...passes.graph.facts import Axis, shape_of, sum_dtype, tensors_of
 from ...passes.graph.printing import fold
+from ...passes.s4_trace.carried_state import state_of_recurrence
 from ...passes.s6_schedule.build import is_half
 from ...passes.step.instructions import (
     BY_COLUMNS,
@@ -95,6 +96,8 @@ class Sweeps:
     def _allocate(self, instruction: Allocate) -> list[str]:
         buffer, name = instruction.buffer, self.code.names[instruction.buffer]
         assert buffer.node is not None
+        if buffer.by_chunk:
+            return self._states_of_recurrence(buffer)
         dtype = tensors_of(buffer.node)[0].dtype
         own = self.runner.sum_dtype(buffer, dtype)
         if buffer.kind is BufferKind.SUM:
@@ -106,6 +109,16 @@ class Sweeps:
         lines = fold(4, f"{name} = torch.{function}(", [shape, f"dtype={own}", f"device={like}.device"], ")")
         first = buffer.kind is BufferKind.STATE and name == self.code.states[0]
         return ["    # the state: what later chunks read of this one", *lines] if first else lines
+
+    def _states_of_recurrence(self, buffer: Buffer) -> list[str]:
+        """What each chunk begins with, and what the last one leaves."""
+        assert buffer.node is not None
+        name, (sizes, dtype) = self.code.names[buffer], state_of_recurrence(buffer.node)
+        like = [*self.code.rows, *self.code.constants][0]
+        own = sum_dtype(dtype) if buffer.wide else dtype
+        shape = "[" + ", ".join(["len(list(chunks(total, CHUNK))) + 1", *map(self.size, sizes)]) + "]"
+        lines = fold(4, f"{name} = torch.zeros(", [shape, f"dtype={own}", f"device={like}.device"], ")")
+        return ["    # the state before each chunk, and after the last one", *lines]
 
     def _chunks(self, loop: Chunks, full: bool) -> list[str]:
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
@@ -150,6 +163,8 @@ class Sweeps:
     def _given(self, buffer: Buffer) -> str:
         """What of a tensor goes into a program."""
         name = self.code.names[buffer]
+        if buffer.by_chunk:
+            return f"{name}.narrow(0, index, 2)"
         if buffer.kind in BY_COLUMNS:
             return f"{name}.narrow({buffer.dim}, low, columns)"
         if buffer.kind not in BY_ROWS:

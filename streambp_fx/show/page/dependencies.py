@@ -96,7 +96,7 @@ def dependences_html(facts: Facts, segment: Segment) -> str:
     """The picture: one line a value, with its rows as an interval, its shape, its op and its source line."""
     printer = Printer(_names(facts, segment))
     chunked = segment.chunked and segment.mixings
-    states = {s.node for s in find_states(facts, segment)} if chunked else set()
+    states = {s.node for s in find_states(facts, segment) if not s.by_chunk} if chunked else set()
     outputs = set(segment.outputs)
     rows = []
     for node, dependence in dependences(facts, segment).items():

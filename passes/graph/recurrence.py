@@ -1,0 +1,228 @@
+"""A recurrence along the sequence as one op: `streambp_fx::recurrence`.
+
+Models call a function for it (a gated delta rule, a state space) that goes over the rows block by block. Its
+loop would be unrolled when a model is captured, and fix the length. So the call is captured as it is: one op,
+which says by name what is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The operands of a recurrence by position, its plain arguments, and the state that it begins with
+# (None: zeros), to its rows and the state that it ends with.
+Step = Callable[[Sequence[Tensor | None], Sequence[float], Tensor | None], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What is known of a function that goes along the sequence with a state.
+
+    Attributes:
+        name: by which the op refers to it.
+        step: calls it.
+        dims: of each operand, the dim of its rows; None: it has none, as a parameter.
+        rows: the dim of the rows of what it makes.
+        like: the operand that has the sizes of what it makes.
+        state: the sizes of the state, each as the size of an operand in a dim.
+    """
+
+    name: str
+    step: Step = field(compare=False, repr=False)
+    dims: tuple[int | None, ...]
+    rows: int
+    like: int
+    state: tuple[tuple[int, int], ...]
+
+    def dtypes(
+        self,
+        operands: Sequence[Tensor | None],
+        settings: Sequence[float],
+        cast: torch.dtype | None,
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of what it makes and of its state, for operands of any shape and device."""
+        device = next(x.device for x in operands if x is not None).type
+        with (
+            torch._C._DisableTorchDispatch(),
+            torch.no_grad(),
+            torch.autocast(device, cast, cast is not None),
+        ):
+            pairs = zip(operands, self.dims, strict=True)
+            made, last = self.step(
+                [x if x is None else self._small(x, dim) for x, dim in pairs], settings, None
+            )
+        return made.dtype, last.dtype
+
+    @staticmethod
+    def _small(operand: Tensor, dim: int | None) -> Tensor:
+        """On the meta device, with two rows and, where a size is a symbol, with two of that."""
+        sizes = [2 if d == dim or isinstance(s, torch.SymInt) else s for d, s in enumerate(operand.shape)]
+        return torch.empty(sizes, dtype=operand.dtype, device="meta")
+
+
+#: By name. What is not here is not captured as a recurrence, but as what it does.
+RECURRENCES: dict[str, Recurrence] = {}
+
+_AUTOGRAD_KEYS = [
+    getattr(torch._C.DispatchKey, f"Autograd{n}") for n in ("CPU", "CUDA", "Other", "Functionality")
+]
+_AUTOGRAD_KEYS.append(torch._C.DispatchKey.ADInplaceOrView)
+
+_LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
+_LIBRARY.define("recurrence(str name, Tensor?[] operands, float[] settings, ScalarType? cast) -> Tensor")
+_LIBRARY.define(
+    "recurrence_step(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor state) "
+    "-> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "recurrence_vjp(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor? state, "
+    "Tensor gradient, Tensor? last_gradient, bool[] wanted) -> Tensor[]"
+)
+RECURRENCE = torch.ops.streambp_fx.recurrence.default
+RECURRENCE_STEP = torch.ops.streambp_fx.recurrence_step.default
+RECURRENCE_VJP = torch.ops.streambp_fx.recurrence_vjp.default
+
+
+def _whole(
+    name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
+) -> Tensor:
+    with torch.no_grad():
+        return _call(name, operands, settings, cast, None)[0].contiguous()
+
+
+def _call(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    device = next(x.device for x in operands if x is not None).type
+    with torch.autocast(device, cast, cast is not None):
+        return RECURRENCES[name].step(operands, settings, state)
+
+
+def _step(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        made, last = _call(name, operands, settings, cast, state)
+    return made.contiguous(), last.clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def _autograd_in_kernel() -> Iterator[None]:
+    """Within: ops are recorded by autograd also where the kernel was called from below it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+def _vjp(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor | None,
+    gradient: Tensor,
+    last_gradient: Tensor | None,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients of the operands that are wanted, in their order, then that of a state that is given."""
+    with torch.enable_grad(), _autograd_in_kernel():
+        leaves = [
+            x if x is None else x.detach().requires_grad_(w) for x, w in zip(operands, wanted, strict=True)
+        ]
+        before = None if state is None else state.detach().requires_grad_()
+        made, last = _call(name, leaves, settings, cast, before)
+    asked = [x for x in (*leaves, before) if x is not None and x.requires_grad]
+    pairs = [(made, gradient), (last, last_gradient)]
+    pairs = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
+    results, gradients = zip(*pairs, strict=True)
+    found = torch.autograd.grad(results, asked, gradients, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(asked, found, strict=True)]
+
+
+def _fake_whole(
+    name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
+) -> Tensor:
+    known = RECURRENCES[name]
+    like = operands[known.like]
+    assert like is not None
+    return like.new_empty(like.shape, dtype=known.dtypes(operands, settings, cast)[0])
+
+
+def _fake_step(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return _fake_whole(name, operands, settings, cast), torch.empty_like(
+        state, memory_format=torch.contiguous_format
+    )
+
+
+def _fake_vjp(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor | None,
+    gradient: Tensor,
+    last_gradient: Tensor | None,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    asked = [x for x, w in zip(operands, wanted, strict=True) if w and x is not None]
+    like = [*asked, *([] if state is None else [state])]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+
+
+class _Whole(torch.autograd.Function):
+    """The derivative of the op, where a graph is not streamed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, settings: Sequence[float], cast: torch.dtype | None, *operands: Tensor | None
+    ) -> Tensor:
+        ctx.known = name, settings, cast
+        ctx.save_for_backward(*operands)
+        with torch._C._AutoDispatchBelowAutograd():
+            return RECURRENCE(name, operands, settings, cast)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        operands, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[3:])
+        name, settings, cast = ctx.known
+        found = iter(RECURRENCE_VJP(name, operands, settings, cast, None, gradient, None, wanted))
+        return None, None, None, *(next(found) if w else None for w in wanted)
+
+
+def _autograd(
+    name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
+) -> Tensor:
+    return _Whole.apply(name, settings, cast, *operands)
+
+
+#: What the ops do, by op.
+KERNELS: dict[Any, Callable[..., Any]] = {RECURRENCE: _whole, RECURRENCE_STEP: _step, RECURRENCE_VJP: _vjp}
+_LIBRARY.impl("recurrence", _whole, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrence", _autograd, "Autograd")
+_LIBRARY.impl("recurrence_step", _step, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrence_vjp", _vjp, "CompositeExplicitAutograd")
+torch.library.register_fake("streambp_fx::recurrence", _fake_whole, lib=_LIBRARY)
+torch.library.register_fake("streambp_fx::recurrence_step", _fake_step, lib=_LIBRARY)
+torch.library.register_fake("streambp_fx::recurrence_vjp", _fake_vjp, lib=_LIBRARY)

@@ -1,0 +1,26 @@
+"""Recurrences along the sequence."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from ..graph.facts import Axis, Layout, Mixing, NotSeparable, Reach
+from ..graph.recurrence import RECURRENCE, RECURRENCES
+from .registry import RuleContext, forbid, rule
+
+
+@rule(RECURRENCE)
+def recurrence(ctx: RuleContext, node: Node) -> Layout:
+    """Row i reads rows up to its own, by way of a state; where operands have their rows is known."""
+    name, operands = node.args[:2]
+    known = RECURRENCES[name]
+    for dim, operand in zip(known.dims, operands, strict=True):
+        if operand is None:
+            continue
+        layout = ctx.layout(operand)
+        if dim is None:
+            forbid(layout, list(range(len(layout))), "a recurrence reads whole what has")
+        elif layout != tuple(Axis() if d == dim else None for d in range(len(layout))):
+            raise NotSeparable("a recurrence goes along another dim than the sequence")
+    ctx.mixes(Mixing(node, columns=(), reach=Reach.CAUSAL))
+    return tuple(Axis() if d == known.rows else None for d in range(ctx.rank(node)))
