@@ -113,21 +113,25 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable, rows: torch.Te
     values = [(int(c), _element(f, facts, fetch, rows)) for f, c in terms.items()]
     if any(v.dtype.is_floating_point for _, v in values):
         return False
-    if len(values) == 1:
+    if len(values) == 1 and values[0][1].dtype is not torch.bool:
         ((factor, value),) = values
         return _compare(condition, value * factor + int(constant), value * factor + int(constant))
     # Of several values at different rows only the extremes are compared, in each batch entry.
-    low: Any = sum(c * (v.amin(1) if c > 0 else v.amax(1)) for c, v in values) + int(constant)
-    high: Any = sum(c * (v.amax(1) if c > 0 else v.amin(1)) for c, v in values) + int(constant)
+    extremes = [(c, v.amin(1).to(torch.int64), v.amax(1).to(torch.int64)) for c, v in values]
+    low: Any = sum(c * (least if c > 0 else most) for c, least, most in extremes) + int(constant)
+    high: Any = sum(c * (most if c > 0 else least) for c, least, most in extremes) + int(constant)
     return _compare(condition, low, high)
 
 
 def _element(
     applied: AppliedUndef, facts: MaskFacts, fetch: Callable, rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """All that `applied` may read: (B, N), B = 1 where it does not depend on the batch entry b."""
+    """All that `applied` may read: (B, N), B = 1 where it does not depend on the batch entry b.
+
+    Bools stay bools: a causal mask that lies in a buffer is as large as the longest sequence squared.
+    """
     value = fetch(facts.linear[applied.func.__name__])
-    if value.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32):
+    if value.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
         value = value.to(torch.int64)
     for dim in reversed(range(value.dim())):
         if applied.args[dim].is_Integer:

@@ -68,3 +68,39 @@ def _alike(node: Node, base: Node) -> Node | None:
 
 def _is_one(node: Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
+
+
+@rewrite(aten.slice_scatter.default)
+def parts_side_by_side(graph: Graph, node: Node) -> Node | None:
+    """Parts written side by side, until nothing is left of what was there, are a `cat` of the parts."""
+    parts: dict[int, tuple[int, Node]] = {}
+    base, dim, size = node, None, 0
+    while base.target is aten.slice_scatter.default:
+        found = _written(base)
+        if found is None or dim not in (None, found[0]):
+            return None
+        dim, start, stop, size, part = found
+        if start < stop and any(start < end and first < stop for first, (end, _) in parts.items()):
+            return None  # one was written over another
+        if start < stop:
+            parts[start] = stop, part
+        base = base.args[0]
+        if sum(end - first for first, (end, _) in parts.items()) == size:
+            return insert(graph, node, aten.cat.default, [parts[first][1] for first in sorted(parts)], dim)
+    return None
+
+
+def _written(node: Node) -> tuple[int, int, int, int, Node] | None:
+    """Dim, first entry, end and size of the dim that a part is written to, and the part; None if it is unknown.
+
+    Not where the dim has a symbol for its size, or a part another dtype than the whole.
+    """
+    call = arguments(node)
+    part, dim = call["src"], call["dim"] % node.meta["val"].dim()
+    size, start, stop = shape_of(node)[dim], call["start"], call["end"]
+    if call["step"] != 1 or not size.is_Integer or any(isinstance(n, Node) for n in (start, stop)):
+        return None
+    if tensors_of(part)[0].dtype != node.meta["val"].dtype:
+        return None
+    first, end, _ = slice(start, stop).indices(int(size))
+    return dim, first, end, int(size), part

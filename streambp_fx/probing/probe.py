@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import VerificationError
 from ..passes.graph.facts import Facts, Kind, Mixing, Reach, Role, operands
 from ..passes.graph.purity import is_random
+from ..passes.graph.recurrence import RECURRENCE
 from ..passes.graph.sources import source_line
 from ..passes.masks.at_run_time import first_column_open
 from ..passes.s2_prove.axes import is_secondary
@@ -265,7 +266,9 @@ class IndependenceProbe(CapturedRun):
                 made[member] = self._call(member, value)
             return made[node]
 
-        return self._trials(node, list(operands.values()), run, Role.ROW, reads=window, kind=Poison.NUMBERS)
+        # a recurrence multiplies what it is given over and over: numbers of another size would overflow
+        kind = Poison.OTHER_ROWS if node.target is RECURRENCE else Poison.NUMBERS
+        return self._trials(node, list(operands.values()), run, Role.ROW, reads=window, kind=kind)
 
     def _trials(
         self,
