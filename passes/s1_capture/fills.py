@@ -91,7 +91,7 @@ def parts_side_by_side(graph: Graph, node: Node) -> Node | None:
 
 
 def _written(node: Node) -> tuple[int, int, int, int, Node] | None:
-    """Dim, first entry, end and size of the dim that a part is written to, and the part; None if it is unknown.
+    """Dim, first entry, end and size of the dim that a part is written to, and the part; None if not known.
 
     Not where the dim has a symbol for its size, or a part another dtype than the whole.
     """
