@@ -85,6 +85,7 @@ def compile_graph(
     report: Report | None = None,
     declared: Mapping[str, int] | None = None,
     meta_as: torch.device | None = None,
+    unstreamed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
@@ -96,13 +97,16 @@ def compile_graph(
         declared: dims by input name that are likely to be the sequence, the tokens first.
         meta_as: device on which tensors of the meta device are taken to be, for a graph that only gets a
             schedule; None leaves them on meta.
+        unstreamed: what runs in the place of a graph with a gradient that is not streamed; None: the graph.
 
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
     guard_hooks()
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
-        return _compiled_graph(module, example_inputs, options, report, declared, meta_as)
+        return _compiled_graph(
+            module, example_inputs, options, report, declared, meta_as, unstreamed or module
+        )
 
 
 def _compiled_graph(
@@ -112,6 +116,7 @@ def _compiled_graph(
     report: Report | None,
     declared: Mapping[str, int] | None,
     meta_as: torch.device | None,
+    unstreamed: Callable[..., Any],
 ) -> Callable[..., Any]:
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
@@ -125,10 +130,12 @@ def _compiled_graph(
     remove_declarations(module, example_inputs)
     if not lengths.sequence:
         _explain_unstreamed(module, lengths)
-        return module
+        return unstreamed
     with announced("compiling a graph"):
-        compiled = CompiledGraph(module, example_inputs, lengths, options, report, meta_as, declared)
-    return compiled if compiled.streamed else module
+        compiled = CompiledGraph(
+            module, example_inputs, lengths, options, report, meta_as, declared, unstreamed
+        )
+    return compiled if compiled.streamed else unstreamed
 
 
 class CompiledGraph:
@@ -147,8 +154,9 @@ class CompiledGraph:
         report: Report | None = None,
         meta_as: torch.device | None = None,
         declared: Mapping[str, int] | None = None,
+        unstreamed: Callable[..., Any] | None = None,
     ) -> None:
-        self.meta_as, self.declared = meta_as, declared
+        self.meta_as, self.declared, self.as_it_is = meta_as, declared, unstreamed or module
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         # By which of the sizes are equal: what has no streamed version.
         self.unstreamed: dict[tuple[int, ...], Unstreamed] = {}
@@ -170,11 +178,11 @@ class CompiledGraph:
             version = self._version(inputs)
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
             _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
-            return self.module(*inputs)
+            return self.as_it_is(*inputs)
         hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
         if hook is not None:
             _warn(f"{hook} {MAY_CHANGE}: this step runs unstreamed")
-            return self.module(*inputs)
+            return self.as_it_is(*inputs)
         try:
             with around.get()():
                 if isinstance(version, Unstreamed):
@@ -238,7 +246,7 @@ class CompiledGraph:
     def _compile(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         if not lengths.sequence:
             _warn(f"the graph runs unstreamed for these sizes: {lengths.reason}")
-            return Unstreamed(self.module)
+            return Unstreamed(self.as_it_is)
         try:
             return self._streamed(lengths)
         except CompileError as error:
@@ -249,7 +257,7 @@ class CompiledGraph:
         if self.options.on_error == "raise":
             raise error
         _warn(f"the graph runs unstreamed: {str(error).replace(FALL_BACK, REPORT)}")
-        return Unstreamed(self.module)
+        return Unstreamed(self.as_it_is)
 
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
@@ -259,7 +267,7 @@ class CompiledGraph:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
                 _warn(f"the model runs unstreamed: {error.cause.reason}{line}")
-                return Unstreamed(self.module)
+                return Unstreamed(self.as_it_is)
             raise compile_error(error) from error
         schedule = Schedule(facts, self.options)
         if facts.segments:
@@ -274,7 +282,7 @@ class CompiledGraph:
             if facts.sequence is None:
                 why = "its sequence length became a constant when the graph was traced"
             _warn(f"the graph runs unstreamed: {why}")
-            return Unstreamed(self.module)
+            return Unstreamed(self.as_it_is)
         _warn_unchunked(facts)
         return executor
 
@@ -290,16 +298,16 @@ class CompiledGraph:
 
 @dataclasses.dataclass
 class Unstreamed:
-    """A graph that runs as it is, for all sizes."""
+    """What runs in the place of a graph that is not streamed, for all sizes."""
 
-    module: GraphModule
+    run: Callable[..., Any]
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True: the graph runs with any sizes."""
         return True
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.module(*inputs)
+        return self.run(*inputs)
 
 
 def _alike(sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:

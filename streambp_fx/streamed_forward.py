@@ -10,7 +10,7 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -40,7 +40,7 @@ from .models.arguments import (
     signature_of,
     without_cache,
 )
-from .models.checkpointing import TakeOver
+from .models.checkpointing import TakeOver, layers_checkpointed, may_be_checkpointed
 from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
 from .models.plain_forms import in_plain_pytorch
 from .models.recurrences import declare_recurrences
@@ -57,6 +57,8 @@ _resting: ContextVar[frozenset[StreamedForward]] = ContextVar("streambp_resting"
 
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
+
+CHECKPOINTED = ", and its layers are checkpointed"
 
 # From a streamed forward, its captured graph and example inputs to what runs the graph.
 Lower = Callable[["StreamedForward", torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -92,6 +94,7 @@ class StreamedForward:
         self._begun = False
         self._hooked: Hooks | None = None  # with these it could not be captured
         self._why = ""  # it could not
+        self._not_captured: set[frozenset[str]] = set()  # arguments with which it could not
         self._dims: dict[str, int] = {}
         self._take_over = TakeOver()
         self._modes: list[Any] = []
@@ -160,13 +163,55 @@ class StreamedForward:
             except CaptureError as error:
                 hooked = Hooks(self.model)
                 if not hooked:
-                    raise
+                    return self._uncaptured(error, given)
                 self._hooked = hooked
                 self._why = str(error).split("\n")[1]
         why = f"the forward of {type(self.model).__name__} cannot be captured with hooks of {self._hooked}"
         return self._unstreamed(f"{why} ({self._why})", given)
 
+    def _uncaptured(self, error: CaptureError, given: Arguments) -> Any:
+        """The step without a graph, and with a warning; an error of the model's own is its own to raise."""
+        if self.options.on_error == "raise":
+            raise error
+        output = self._as_it_is(given)
+        self._not_captured.add(given.names)
+        _warn(f"{error}\nThe model runs unstreamed{CHECKPOINTED if self._may_checkpoint() else ''}.")
+        return output
+
+    def _may_checkpoint(self) -> bool:
+        return is_of_transformers(self.model, self.original) and may_be_checkpointed(self.model)
+
+    def _as_it_is(self, given: Arguments) -> Any:
+        """An unstreamed step, with checkpointing where that can be (NOTE [unstreamed steps are checkpointed]).
+
+        The models within the model are as they are, too.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._may_checkpoint():
+                given = without_cache(given, self.model, self.__signature__)
+                stack.enter_context(layers_checkpointed(self.model))
+            stack.enter_context(self._alone())
+            return self.original(*given.positional.values(), **given.keywords)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within: the models within the model do not stream by themselves."""
+        modules = set(self.model.modules()) - {self.model}
+        before = _resting.set(_resting.get() | {s for s in all_forwards if s.model in modules})
+        try:
+            yield
+        finally:
+            _resting.reset(before)
+
     def _streamed(self, given: Arguments) -> Any:
+        if given.names in self._not_captured:
+            return self._as_it_is(given)
+        try:
+            return self._compiled_step(given)
+        except NotStreamed:
+            return self._as_it_is(given)
+
+    def _compiled_step(self, given: Arguments) -> Any:
         if is_of_transformers(self.model, self.original):
             given = counted(without_cache(given, self.model, self.__signature__))
         self._declare_sizes(given)
@@ -179,12 +224,8 @@ class StreamedForward:
     def _unstreamed(self, why: str, given: Arguments) -> Any:
         """The model as it is, with the models within it, because of an argument that cannot be streamed."""
         warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
-        modules = set(self.model.modules()) - {self.model}
-        before = _resting.set(_resting.get() | {s for s in all_forwards if s.model in modules})
-        try:
+        with self._alone():
             return self.original(*given.positional.values(), **given.keywords)
-        finally:
-            _resting.reset(before)
 
     def _train_under(self, modes: list[Any], given: Arguments) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
@@ -294,7 +335,16 @@ def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs
     options = owner.options
     if options.logits == "drop":
         options = dataclasses.replace(options, logits="lazy")  # see `without_lazy`
-    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims)
+    unstreamed = _not_streamed if owner._may_checkpoint() else None
+    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims, unstreamed=unstreamed)
+
+
+class NotStreamed(Exception):
+    """A graph that is not streamed was about to run: the model can do better by itself."""
+
+
+def _not_streamed(*inputs: Any) -> Any:
+    raise NotStreamed
 
 
 def _backend(

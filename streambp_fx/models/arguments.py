@@ -77,6 +77,11 @@ class Arguments:
         found = (Arguments.of(signature, args, kwargs) for signature in tried)
         return next((given for given in found if given is not None), None)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of those that are not None."""
+        return frozenset(n for n, v in (*self.positional.items(), *self.keywords.items()) if v is not None)
+
     def get(self, name: str) -> Any:
         """The argument of a name; None where it was not given."""
         return self.positional.get(name, self.keywords.get(name))

@@ -1,14 +1,18 @@
-"""Gradient checkpointing that somebody switched on as well: a streamed step recomputes by itself."""
+"""Gradient checkpointing: off in a streamed step, which recomputes by itself, and on in an unstreamed one."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..dynamo.hooks import Hooks
 from ..errors import StreamBPWarning
 
 # The switch that transformers has on its layers.
@@ -57,6 +61,49 @@ class TakeOver:
                 hooks.update(before)
             for module in on:
                 setattr(module, SWITCH, True)
+
+
+# Where the classes of a model's modules may come from for its layers to be computed twice unasked.
+AUTHORS = ("transformers", "torch", "peft")
+FUNCTION = "_gradient_checkpointing_func"
+
+
+def may_be_checkpointed(model: nn.Module) -> bool:
+    """True if the layers of a model can be computed a second time in the backward.
+
+    NOTE [unstreamed steps are checkpointed]: what cannot be streamed takes more memory than with gradient
+    checkpointing. So it is switched on for such a step, where the model's authors say that its layers can be
+    computed twice, and nobody else has put something in between: a hook, a module of their own, statistics
+    that each forward updates.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False) or Hooks(model):
+        return False
+    modules = list(model.modules())
+    if any(type(m).__module__.split(".")[0] not in AUTHORS for m in modules):
+        return False
+    return not any(getattr(m, "track_running_stats", False) for m in modules)
+
+
+@contextlib.contextmanager
+def layers_checkpointed(model: nn.Module) -> Iterator[None]:
+    """Within: the layers of `model` checkpoint themselves, as after `gradient_checkpointing_enable`."""
+    within = {m for layer in model.modules() if _is_layer(layer) for m in layer.modules() if m is not layer}
+    off = [m for m in model.modules() if getattr(m, SWITCH, None) is False and m not in within]
+    before = [(m, {n: vars(m)[n] for n in (SWITCH, FUNCTION) if n in vars(m)}) for m in off]
+    for module in off:
+        setattr(module, SWITCH, True)
+        setattr(module, FUNCTION, functools.partial(checkpoint, use_reentrant=False))
+    try:
+        yield
+    finally:
+        for module, own in before:
+            for name in (SWITCH, FUNCTION):
+                vars(module).pop(name, None)
+            vars(module).update(own)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer)
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def test_a_graph_break_is_a_capture_error_with_the_line(marker: str) -> None:
     want = step(model, plain(2, 67))[0]
     before = insides(model)
     with pytest.raises(streambp_fx.CaptureError) as refusal:
-        streambp_fx.transform(model, chunk=16, loss_chunk=LOSS_CHUNK)
+        streambp_fx.transform(model, chunk=16, loss_chunk=LOSS_CHUNK, on_error="raise")
         model(**plain(2, 67))  # where capture waits for the first batch
     message = str(refusal.value)
     assert_names_line(message, marker)
@@ -195,11 +196,24 @@ def test_a_graph_break_is_a_capture_error_with_the_line(marker: str) -> None:
     assert step(model, plain(2, 67))[0].equal(want)
 
 
+def test_a_graph_break_runs_unstreamed_and_says_so() -> None:
+    """Once: the next step is not captured again. Not checkpointed: the module is nobody's who was asked."""
+    model = broken("branches on data")
+    eager = copy.deepcopy(model)
+    streambp_fx.transform(model, chunk=16, loss_chunk=LOSS_CHUNK)
+    want_loss, want = step(eager, plain(2, 67))
+    with pytest.warns(streambp_fx.StreamBPWarning, match=r"(?s)one graph.*branches on data.*unstreamed\.$"):
+        loss, got = step(model, plain(2, 67))
+    assert loss.equal(want_loss) and all(got[n].equal(want[n]) for n in want)
+    assert step(model, plain(2, 67))[0].equal(want_loss)
+    assert streambp_fx.schedule(model) is None
+
+
 def test_a_failed_capture_can_be_tried_again() -> None:
     """The user mends the model and trains on, without restoring anything."""
     model = broken("branches on data")
     with pytest.raises(streambp_fx.CaptureError):
-        streambp_fx.transform(model, chunk=16)(**plain(2, 67))
+        streambp_fx.transform(model, chunk=16, on_error="raise")(**plain(2, 67))
     model.model.layers[1].mlp = model.model.layers[1].mlp.inner
     streambp_fx.transform(model, chunk=16)
     assert model(**plain(2, 67)).logits is None
