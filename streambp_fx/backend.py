@@ -22,9 +22,10 @@ from .checking.checked_kinds import Record
 from .checking.self_check import self_check
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .dynamo.live_objects import Registry
-from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats
-from .dynamo.this_backend import MARK
+from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
+from .dynamo.this_backend import MARK, modules_of_frame
 from .errors import CompileError, StreamBPWarning
+from .models.recurrences import declare_recurrences
 from .options import Options
 from .passes import PassError, analyze
 from .passes.graph.facts import Facts
@@ -72,6 +73,8 @@ def streambp(
         CompileError: a pass failed.
     """
     parsed = Options.parse({"logits": "lazy", **(options or {})})
+    if declare_recurrences(modules_of_frame()):
+        trace_again("recurrences as ops")
     return compile_graph(module, example_inputs, parsed)
 
 

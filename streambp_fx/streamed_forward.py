@@ -182,7 +182,7 @@ class StreamedForward:
         return is_of_transformers(self.model, self.original) and may_be_checkpointed(self.model)
 
     def _as_it_is(self, given: Arguments) -> Any:
-        """An unstreamed step, with checkpointing where that can be (NOTE [unstreamed steps are checkpointed]).
+        """An unstreamed step, checkpointed if it may be: see NOTE [unstreamed steps are checkpointed].
 
         The models within the model are as they are, too.
         """

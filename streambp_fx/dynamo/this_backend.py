@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.utils._pytree import tree_leaves
 
 MARK = "is_streambp_fx"
+
+
+def modules_of_frame() -> Iterator[nn.Module]:
+    """The modules of the frame that Dynamo is compiling: those of its local variables, and within them."""
+    context = InstructionTranslator.current_tx()
+    for value in tree_leaves(dict(context.f_locals)):
+        if isinstance(value, nn.Module):
+            yield from value.modules()
 
 
 @torch._dynamo.assume_constant_result

@@ -23,11 +23,16 @@ INTERFACES = (delta_rule(0), delta_rule(3), STATE_SPACE, SELECTIVE_SCAN)
 # Functions that were looked at.
 _seen: set[int] = set()
 _kept: list[Callable] = []  # so that no other function gets the id of one that was seen
-ROWS, FIRST = 7, 4
+ROWS, FIRST = 7, 3  # the first part is no whole number of blocks, which have 4 rows in the trials
 
 
-def declare_recurrences(modules: Iterable[nn.Module]) -> None:
-    """Have functions of a known interface that these modules may call captured as one op from now on."""
+def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
+    """Have functions of a known interface that these modules may call captured as one op from now on.
+
+    Returns:
+        True if there are some that were not known before.
+    """
+    found = False
     for function in list(_functions(modules)):
         if id(function) in _seen:
             continue
@@ -35,7 +40,9 @@ def declare_recurrences(modules: Iterable[nn.Module]) -> None:
         _kept.append(function)
         for interface in INTERFACES:
             if interface.fits(function) and _declare(function, interface):
+                found = True
                 break
+    return found
 
 
 def _functions(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:

@@ -22,6 +22,7 @@ from adversaries import (
     in_place,
     objectives,
     random_ops,
+    recurrences,
     reductions,
     scores,
     situations,
@@ -41,12 +42,14 @@ MODULES = (
     functions,
     gradients,
 )
-MODULES += (objectives, calls, situations, experts, convolutions, reductions)
+MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "experts: sorted and put back": "transform",
     "experts: counts of other keys": "compile",
     "convolutions: before an attention": "compile",
+    "recurrences: two in a row": "transform",
+    "recurrences: of blocks": "compile",
     "convolutions: cut in another place": "transform",
     "reductions: one set of scores, two masks": "compile",
     "in place: plus equals": "compile",

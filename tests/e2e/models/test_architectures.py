@@ -1,4 +1,4 @@
-"""Experts, sinks, latents and convolutions of transformers: exact, and streamed whole.
+"""Experts, sinks, latents, convolutions and recurrences of transformers: exact, and streamed whole.
 
 All causal language models of transformers are for `make test-all`; `python -m benchmarks.families` makes a
 table of them.
@@ -30,7 +30,20 @@ EXPERTS = (
     "gpt_oss",
     "llama4_text",
 )
-OTHERS = ("lfm2", "minicpm3", "deepseek_v2")
+OTHERS = ("lfm2", "minicpm3", "deepseek_v2", "axk1")
+RECURRENT = (
+    "mamba2",
+    "mamba",
+    "jamba",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "granitemoehybrid",
+    "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "kimi_linear",
+)
 BATCHES = {f"padding: {side}": batch(67, pads, side) for side, pads in PADS.items()}
 BATCHES["less than a chunk"] = batch(11, (0, 0, 0))
 BATCHES["a tail of one row"] = batch(65, (0, 0))
@@ -42,7 +55,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", sample([*EXPERTS, *OTHERS], "gpt_oss"))
+@pytest.mark.parametrize("family", sample([*EXPERTS, *OTHERS, *RECURRENT], "gpt_oss", "mamba2"))
 def test_streamed_whole(family: str) -> None:
     with in_double(functools.partial(model_of, family)):
         streamed = model_of(family)

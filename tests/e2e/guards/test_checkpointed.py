@@ -1,0 +1,98 @@
+"""What is not streamed runs with its layers checkpointed: as exact, and in no more memory than that takes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import step
+from e2e_models import build as dense
+from e2e_models import plain, set_dropout
+from torch import nn
+
+import streambp_fx
+from benchmarks.families.configs import build
+from benchmarks.families.worker import batch
+from streambp_fx.measure.live_bytes import peak_live_bytes
+from streambp_fx.models.checkpointing import layers_checkpointed, may_be_checkpointed
+
+UNSTREAMED = pytest.warns(streambp_fx.StreamBPWarning, match="unstreamed")
+
+
+def peak(model: Any, given: dict[str, torch.Tensor]) -> int:
+    known = [*model.parameters(), *model.buffers(), *given.values()]
+    model.zero_grad(set_to_none=True)
+    return peak_live_bytes(lambda: model(**given, use_cache=False).loss.backward(), known)
+
+
+def switches(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What the modules have of checkpointing."""
+    return {
+        name: {n: v for n, v in vars(module).items() if "checkpointing" in n}
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", pytest.param("big_bird", marks=pytest.mark.slow)])
+def test_no_more_memory_than_checkpointing(family: str) -> None:
+    """One is captured and not streamed (it changes its weights in the forward), the other is not captured."""
+    model, given = build(family), batch(256, (0,))
+    eager, checkpointed = copy.deepcopy(model), copy.deepcopy(model)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    streambp_fx.transform(model, chunk=64)
+    before = switches(model)
+    torch.manual_seed(0)
+    want_loss, want = step(eager, given)
+    torch.manual_seed(0)
+    with UNSTREAMED:
+        loss, got = step(model, given)
+    assert loss.equal(want_loss)
+    assert got.keys() == want.keys()
+    assert [n for n in got if got[n] is None] == [n for n in want if want[n] is None]
+    assert all(torch.allclose(got[n], g, rtol=1e-5, atol=1e-7) for n, g in want.items() if g is not None)
+    assert switches(model) == before
+    assert peak(model, given) <= 1.01 * peak(checkpointed, given) < peak(eager, given)
+
+
+def test_random_numbers_are_those_of_eager() -> None:
+    model = dense("llama", dtype=torch.float64)
+    set_dropout(model.config, 0.1)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    given = plain(2, 33)
+    torch.manual_seed(0)
+    want_loss, want = step(copy.deepcopy(model), given)
+    torch.manual_seed(0)
+    with layers_checkpointed(model):
+        loss = model(**given, use_cache=False).loss
+    loss.backward()
+    assert loss.equal(want_loss)
+    assert all(torch.allclose(p.grad, want[n], rtol=1e-12) for n, p in model.named_parameters() if n in want)
+
+
+def test_whose_layers_may_be_computed_twice() -> None:
+    model = dense("llama")
+    assert may_be_checkpointed(model)
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert not may_be_checkpointed(model), "a hook would be called twice"
+    hook.remove()
+    assert may_be_checkpointed(model)
+    norm = model.model.norm
+    model.model.norm = nn.Sequential(nn.BatchNorm1d(3))
+    assert not may_be_checkpointed(model), "its statistics would be updated twice"
+    model.model.norm = type("Own", (nn.Module,), {"__module__": "theirs"})()
+    assert not may_be_checkpointed(model), "nobody said that it can be computed twice"
+    model.model.norm = norm
+    assert not may_be_checkpointed(nn.Linear(2, 2))
+
+
+def test_what_was_on_stays_on() -> None:
+    model = dense("llama")
+    model.gradient_checkpointing_enable()
+    known = {n: dict(vars(m)) for n, m in model.named_modules()}
+    with layers_checkpointed(model):
+        pass
+    assert {n: dict(vars(m)) for n, m in model.named_modules()} == known

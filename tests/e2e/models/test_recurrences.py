@@ -1,0 +1,85 @@
+"""Which functions are taken for recurrences, and that nobody else's compilation changes by it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from adversaries import recurrences
+from torch import Tensor
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+import streambp_fx
+from benchmarks.families.configs import build
+from streambp_fx.models.recurrences import declare_recurrences
+from streambp_fx.models.recurrences.linear_scan import LinearScan, selective_scan
+from streambp_fx.passes.graph.recurrence import RECURRENCES
+
+
+def names() -> set[str]:
+    return {name.split("#")[0].rsplit(".", 1)[1] for name in RECURRENCES}
+
+
+@pytest.mark.parametrize(
+    ("family", "function"),
+    [
+        ("qwen3_next", "torch_chunk_gated_delta_rule"),
+        ("kimi_linear", "chunk_kimi_delta_attention"),
+        ("mamba2", "mamba2_chunk_scan"),
+        ("mamba", "mamba_selective_scan"),
+    ],
+)
+def test_functions_of_transformers(family: str, function: str) -> None:
+    model = build(family)
+    declare_recurrences(model.modules())
+    assert function in names()
+    assert not declare_recurrences(model.modules()), "each is looked at once"
+
+
+def test_what_only_looks_like_one_is_none() -> None:
+    declare_recurrences([recurrences.Decay()])
+    found = {n.split("#")[0].rsplit(".", 1)[1] for n in RECURRENCES if "adversaries" in n}
+    assert found == {"delta_rule"}
+
+
+def test_linear_scan_has_the_derivative_of_the_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *s: torch.randn(*s, dtype=torch.float64, generator=generator).requires_grad_()  # noqa: E731
+    assert torch.autograd.gradcheck(LinearScan.apply, (draw(2, 5, 3), draw(2, 5, 3), draw(2, 3)))
+    assert torch.autograd.gradcheck(LinearScan.apply, (draw(2, 1, 3), draw(2, 1, 3), draw(2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [True, False])
+def test_selective_scan_is_that_of_transformers(more: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, dt, z = (torch.randn(2, 6, 9, dtype=dtype) for _ in range(3))
+    b, c = (torch.randn(2, 4, 9, dtype=dtype) for _ in range(2))
+    a, d, bias = -torch.randn(6, 4).exp(), torch.randn(6), torch.randn(6)
+    options: dict[str, Any] = (
+        {"D": d, "z": z, "delta_bias": bias} if more else dict.fromkeys(("D", "z", "delta_bias"))
+    )
+    want: Tensor = mamba_selective_scan(x, dt, a, b, c, **options, delta_softplus=more)
+    found, _ = selective_scan(x, dt, a, b, c, **options, delta_softplus=more, state=None)
+    assert found.dtype == want.dtype
+    torch.testing.assert_close(found, want)
+
+
+def test_others_compile_the_function_itself() -> None:
+    """In the same process, with another backend: none of our ops is in their graph."""
+    model = build("mamba2")
+    given = {"input_ids": torch.arange(40).view(2, 20), "use_cache": False}
+    want = model(**given).logits
+    streambp_fx.transform(copy.deepcopy(model), chunk=8)(**given, labels=given["input_ids"])
+    torch._dynamo.reset()
+    targets: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(str(n.target) for n in graph.graph.nodes)
+        return graph
+
+    found = torch.compile(model, backend=backend)(**given).logits
+    torch.testing.assert_close(found, want)
+    assert targets and not any("recurrence" in t for t in targets)
