@@ -20,6 +20,7 @@ from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
 from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
+from .recurrences import inner_bytes
 
 aten = torch.ops.aten
 Substitution = Mapping[sympy.Symbol, sympy.Expr]
@@ -162,9 +163,9 @@ class Memory:
             change[self.made[key]] += size
             change[self.last[key] + 1] -= size
         live, result = sympy.S.Zero, []
-        for step in change[:-1]:
+        for step, node in zip(change[:-1], self.nodes, strict=True):
             live = live + step
-            result.append(live)
+            result.append(live + _rename(inner_bytes(node), self.sizes))
         return result
 
     def bytes_of(self, nodes: Iterable[Node]) -> sympy.Expr:

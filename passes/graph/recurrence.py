@@ -104,7 +104,7 @@ def _call(
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     device = next(x.device for x in operands if x is not None).type
-    with torch.autocast(device, cast, cast is not None):
+    with torch.autocast("cpu" if device == "meta" else device, cast, cast is not None):
         return RECURRENCES[name].step(operands, settings, state)
 
 

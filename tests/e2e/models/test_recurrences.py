@@ -13,6 +13,8 @@ from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 import streambp_fx
 from benchmarks.families.configs import build
+from benchmarks.families.worker import batch
+from streambp_fx.measure.live_bytes import peak_live_bytes
 from streambp_fx.models.recurrences import declare_recurrences
 from streambp_fx.models.recurrences.linear_scan import LinearScan, selective_scan
 from streambp_fx.passes.graph.recurrence import RECURRENCES
@@ -83,3 +85,17 @@ def test_others_compile_the_function_itself() -> None:
     found = torch.compile(model, backend=backend)(**given).logits
     torch.testing.assert_close(found, want)
     assert targets and not any("recurrence" in t for t in targets)
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_the_peak_is_predicted(family: str) -> None:
+    """To a hundredth, where a chunk is a whole number of the blocks that the function has."""
+    model, given = build(family), batch(1024, (0,))
+    planned = streambp_fx.explain(model, seq_len=1024, chunk=512, loss_chunk=64)
+    streambp_fx.transform(model, chunk=512, loss_chunk=64, check="never")
+    run = lambda: model(**given, use_cache=False).loss.backward()  # noqa: E731
+    run()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    known = [*model.parameters(), *gradients, *model.buffers(), *given.values()]
+    expected = planned.cost.peak(planned.cost.sizes(1024, 512)).total
+    assert peak_live_bytes(run, known) == pytest.approx(expected, rel=0.01)
