@@ -79,9 +79,17 @@ def may_be_checkpointed(model: nn.Module) -> bool:
     if not getattr(model, "supports_gradient_checkpointing", False) or Hooks(model):
         return False
     modules = list(model.modules())
-    if any(type(m).__module__.split(".")[0] not in AUTHORS for m in modules):
+    if not all(map(_is_theirs, modules)):
         return False
     return not any(getattr(m, "track_running_stats", False) for m in modules)
+
+
+def _is_theirs(module: nn.Module) -> bool:
+    """True if class and forward of a module are of `AUTHORS`, a streamed forward in its place aside."""
+    own = getattr(vars(module).get("forward"), "original", vars(module).get("forward"))
+    places = [type(module).__module__, getattr(type(module).forward, "__module__", "")]
+    places += [] if own is None else [getattr(own, "__module__", "")]
+    return all((place or "").split(".")[0] in AUTHORS for place in places)
 
 
 @contextlib.contextmanager

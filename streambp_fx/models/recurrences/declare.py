@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import types
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ...passes.graph.recurrence import RECURRENCES, Recurrence
 from .delta_rule import delta_rule
-from .interface import Interface, Operands, is_plain
+from .interface import Interface, Operands, is_known, is_plain
 from .selective_scan import SELECTIVE_SCAN
 from .state_space import STATE_SPACE
 
@@ -23,7 +24,9 @@ INTERFACES = (delta_rule(0), delta_rule(3), STATE_SPACE, SELECTIVE_SCAN)
 # Functions that were looked at.
 _seen: set[int] = set()
 _kept: list[Callable] = []  # so that no other function gets the id of one that was seen
-ROWS, FIRST = 7, 3  # the first part is no whole number of blocks, which have 4 rows in the trials
+# Rows at which the parts of a trial begin, and how many there are: no part is a whole number of blocks, which
+# have 4 rows there.
+ENDS = (0, 3, 8, 9)
 
 
 def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
@@ -46,12 +49,12 @@ def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
 
 
 def _functions(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """Functions in the Python modules in which the classes of these modules are."""
+    """Known functions in the Python modules in which the classes of these modules are."""
     for name in {cls.__module__ for m in modules for cls in type(m).__mro__}:
         if name.split(".")[0] in ("torch", "builtins"):
             continue
         values = list(vars(sys.modules.get(name, object())).values()) if name in sys.modules else []
-        yield from (v for v in values if isinstance(v, types.FunctionType))
+        yield from (v for v in values if isinstance(v, types.FunctionType) and is_known(v))
 
 
 def _declare(function: types.FunctionType, interface: Interface) -> bool:
@@ -80,24 +83,24 @@ def _declare(function: types.FunctionType, interface: Interface) -> bool:
     same.__kwdefaults__ = function.__kwdefaults__
     RECURRENCES[name] = known
     stands_in = interface.captured(name, same, is_plain(function))
-    torch.compiler.substitute_in_graph(function, skip_signature_check=True)(stands_in)
+    torch.compiler.substitute_in_graph(function)(stands_in)
     log.info("%s is captured as a recurrence", name)
     return True
 
 
 def _fault(function: Callable, interface: Interface, known: Recurrence) -> str:
-    """What differs between a function on all rows and on two parts of them; "" if nothing does."""
+    """What differs between a function on all rows and on parts of them; "" if nothing does."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.random.fork_rng(), torch.enable_grad(), torch._C._DisableAutocast():
         torch.manual_seed(0)
-        operands, settings = interface.trial(ROWS, device)
+        operands, settings = interface.trial(ENDS[-1], device)
         whole = interface.plain(function, _leaves(operands), settings)
         given = _leaves(operands)
         weights = torch.randn_like(whole)
         want = _gradients(interface.plain(function, given, settings), given, weights)
         given = _leaves(operands)
         parts, state = [], None
-        for start, stop in ((0, FIRST), (FIRST, ROWS)):
+        for start, stop in itertools.pairwise(ENDS):
             own = [_rows(x, dim, start, stop) for x, dim in zip(given, known.dims, strict=True)]
             made, state = known.step(own, settings, state)
             parts.append(made)
@@ -108,10 +111,10 @@ def _fault(function: Callable, interface: Interface, known: Recurrence) -> str:
     if joined.shape != whole.shape or whole.shape != like.shape or list(state.shape) != sizes:
         return f"it makes {tuple(whole.shape)} and a state of {tuple(state.shape)}"
     if not _close(joined, whole):
-        return "its rows are others if it is called on two parts, with the state handed over"
+        return "its rows are others if it is called on parts, with the state handed over"
     found = _gradients(joined, given, weights)
     if not all(_close(a, b) for a, b in zip(found, want, strict=True)):
-        return "its gradients are others if it is called on two parts, with the state handed over"
+        return "its gradients are others if it is called on parts, with the state handed over"
     return ""
 
 

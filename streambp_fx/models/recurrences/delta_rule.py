@@ -92,10 +92,11 @@ def _delta_trial(each: int) -> Callable[[int, torch.device], tuple[Operands, lis
 
 def _plain_delta(function: Callable, operands: Operands, settings: list[float]) -> Tensor:
     query, key, value, g, beta = operands
-    flag = bool(settings[1])
-    return function(
-        query, key, value, g=g, beta=beta, chunk_size=int(settings[0]), use_qk_l2norm_in_kernel=flag
-    )[0]
+    size, flag = int(settings[0]), bool(settings[1])
+    made, last = function(query, key, value, g=g, beta=beta, chunk_size=size, use_qk_l2norm_in_kernel=flag)
+    if last is not None:
+        raise ValueError("it returns a state that nobody asked for")
+    return made
 
 
 def delta_rule(each: int) -> Interface:

@@ -41,18 +41,30 @@ class Interface:
     own: bool = False
 
     def fits(self, function: Callable) -> bool:
-        """True if a function has the parameters of what is captured in its place."""
-        own = inspect.signature(self.captured("", function, False)).parameters.values()
-        names = {p.name for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD}
-        return names <= set(inspect.signature(function).parameters)
+        """True if a function has the parameters of what is captured in its place: order, names, defaults."""
+        return _parameters(self.captured("", function, False)) == _parameters(function)
+
+
+def _parameters(function: Callable) -> list[tuple[str, Any, Any]]:
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind, p.default) for p in found if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+KERNEL = "is_new_implementation"
+
+
+def is_known(function: Callable) -> bool:
+    """True for a function of transformers that calls a kernel, or what stands in for it."""
+    own = (getattr(function, "__module__", "") or "").startswith("transformers.models.")
+    return own and KERNEL in function.__code__.co_freevars
 
 
 def is_plain(function: Callable) -> bool:
-    """True if a function of transformers stands in for a kernel that is not installed: plain PyTorch.
+    """True if a known function calls what stands in for a kernel that is not installed: plain PyTorch.
 
     It ignores arguments that it does not name, but for those that it refuses.
     """
-    return inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False
+    return inspect.getclosurevars(function).nonlocals[KERNEL] is False
 
 
 def says_more(rest: dict[str, Any], ignores: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Functions with the interface of a gated delta rule: some have a state, and some only look so."""
+"""Recurrences: functions of transformers are streamed, and nobody's own function is taken for one of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,29 @@ import torch.nn.functional as F
 from e2e_adversary import STREAMED, WARNED, WHATEVER, Cases
 from e2e_subject import WIDTH, Subject, heads, joined
 from torch import Tensor, nn
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 CASES = Cases("recurrences")
+STATES = 3
 
 
 class Decay(nn.Module):
-    """Gates of the heads. Its Python module is this one, so the functions below are looked at."""
+    """What a scan is given besides its input. Functions in its Python module, this one, are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH + 2 * STATES)
+        self.d = nn.Parameter(torch.rand(WIDTH))
+        # transformers has it in float32, in which a gradient of it would be summed
+        self.register_buffer("a", torch.rand(WIDTH, STATES))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        dt, b, c = self.out(x).transpose(1, 2).split([WIDTH, STATES, STATES], 1)
+        return dt, -self.a.float().exp(), b, c, self.d
+
+
+class Gates(nn.Module):
+    """Decays and strengths of heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +43,98 @@ class Decay(nn.Module):
 
 
 def parts() -> dict[str, Any]:
-    return {"gates": Decay()}
+    return {"decay": Decay(), "gates": Gates()}
+
+
+def scanned(m: Subject, x: Tensor, **options: Any) -> Tensor:
+    return mamba_selective_scan(x.transpose(1, 2), *m.decay(x), **options).transpose(1, 2)
+
+
+@CASES.block(parts=parts)
+def as_it_is(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + scanned(m, x)
+
+
+@CASES.block(parts=parts)
+def with_all_that_there_is(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    gate, bias = m.lin(x).transpose(1, 2), m.decay.d
+    return x + scanned(m, m.norm(x), z=gate, delta_bias=bias, delta_softplus=True)
+
+
+@CASES.block(parts=parts)
+def two_in_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    for _ in range(2):
+        x = m.norm(x + scanned(m, x, delta_softplus=True))
+    return x
+
+
+@CASES.block(parts=parts)
+def of_one_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The input is the step size as well, and the gate."""
+    _, a, b, c, d = m.decay(x)
+    rows = x.transpose(1, 2)
+    return x + mamba_selective_scan(rows, rows, a, b, c, d, z=rows, delta_softplus=True).transpose(1, 2)
+
+
+@CASES.block(parts=parts)
+def partly_without_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    dt, a, b, c, _ = m.decay(x)
+    own = mamba_selective_scan(x.transpose(1, 2), dt.detach(), a, b, c.detach(), None, delta_softplus=True)
+    return x + own.transpose(1, 2)
+
+
+@CASES.block(parts=parts)
+def steps_that_are_data(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    _, a, b, c, d = m.decay(x)
+    dt = (ids % 3).to(x.dtype)[:, None].expand(-1, WIDTH, -1) / 4
+    return x + mamba_selective_scan(x.transpose(1, 2), dt, a, b, c, d).transpose(1, 2)
+
+
+@CASES.block(f"{STREAMED}|{WARNED}", parts)
+def read_by_an_attention(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """What the recurrence makes are the keys of an attention."""
+    made = heads(scanned(m, x, delta_softplus=True))
+    q, v = heads(m.q(x)), heads(m.v(x))
+    return x + joined(F.scaled_dot_product_attention(q, made, v, is_causal=True))
+
+
+@CASES.block(f"{STREAMED}|{WARNED}", parts)
+def read_without_a_view(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """It makes the columns of a product itself: channels are contracted, rows are read."""
+    made = mamba_selective_scan(x.transpose(1, 2), *m.decay(x), delta_softplus=True)
+    scores = (m.q(x) @ made) / 4
+    hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+    return x + scores.masked_fill(hidden, float("-inf")).softmax(-1) @ m.v(x)
+
+
+@CASES.block(f"{STREAMED}|{WARNED}", parts)
+def beside_all_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """An attention without a mask, before it and after it."""
+    x = x + scanned(m, x, delta_softplus=True)
+    q, k, v = (heads(p(x)) for p in (m.q, m.k, m.v))
+    return m.norm(x + scanned(m, x, delta_softplus=True)) + joined(F.scaled_dot_product_attention(q, k, v))
+
+
+@CASES.block(WARNED, parts)
+def backwards(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Row i reads rows from i on."""
+    return x + scanned(m, x.flip(1), delta_softplus=True).flip(1)
+
+
+@CASES.block(WARNED, parts)
+def over_channels(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """It goes along the entries of a row."""
+    _, a, _, _, _ = m.decay(x)
+    rows = a[:1].expand(x.shape[1], STATES) * torch.ones(x.shape[1], 1)
+    b = x[:, :STATES]
+    return x + mamba_selective_scan(x, x, rows, b, b, None, delta_softplus=True)
+
+
+@CASES.block(WARNED, parts)
+def with_its_last_state(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """A call that the op cannot say."""
+    made, last = mamba_selective_scan(x.transpose(1, 2), *m.decay(x), return_last_state=True)
+    return x + made.transpose(1, 2) + last.mean(-1)[:, None]
 
 
 def _rule(
@@ -144,101 +252,31 @@ def without_a_way_back(
     return made, last if output_final_state else None
 
 
+def in_another_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Strengths come before decays, and the defaults are others."""
+    return delta_rule(query, key, value, beta, g, chunk_size, initial_state, True, use_qk_l2norm_in_kernel)
+
+
 def given(m: Subject, x: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values (B, T, H, D), decays and strengths (B, T, H)."""
     rows = (heads(p(x)).transpose(1, 2) for p in (m.q, m.k, m.v))
     return (*rows, *m.gates(x))
 
 
-def back(rows: Tensor) -> Tensor:
-    return joined(rows.transpose(1, 2))
-
-
-@CASES.block(parts=parts)
-def with_a_state(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    return x + back(delta_rule(*given(m, x))[0])
-
-
-@CASES.block(parts=parts)
-def normalised(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    return x + back(delta_rule(*given(m, x), use_qk_l2norm_in_kernel=True)[0])
-
-
-@CASES.block(parts=parts)
-def two_in_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    for _ in range(2):
-        x = x + back(delta_rule(*given(m, m.norm(x)))[0])
-    return x
-
-
-@CASES.block(parts=parts)
-def of_one_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """Queries, keys and values are the same tensor."""
-    q, _, _, g, beta = given(m, x)
-    return x + back(delta_rule(q, q, q, g, beta)[0])
-
-
-@CASES.block(parts=parts)
-def decays_without_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    q, k, v, g, beta = given(m, x)
-    return x + back(delta_rule(q, k.detach(), v, g.detach(), beta)[0])
-
-
-@CASES.block(parts=parts)
-def decays_that_are_data(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    q, k, v, g, beta = given(m, x)
-    own = -(ids % 3).to(x.dtype)[..., None].expand_as(g) / 4
-    return x + back(delta_rule(q, k, v, own, beta)[0])
-
-
-@CASES.block(f"{STREAMED}|{WARNED}", parts)
-def read_by_an_attention(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """What the recurrence makes are the keys of an attention, as it is and through a view."""
-    made = delta_rule(*given(m, x))[0].transpose(1, 2)
-    q, v = heads(m.q(x)), heads(m.v(x))
-    return x + joined(F.scaled_dot_product_attention(q, made, v, is_causal=True))
-
-
-@CASES.block(f"{STREAMED}|{WARNED}", parts)
-def read_as_it_is(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """Samples and rows of the recurrence stand where an attention has heads and rows."""
-    made = delta_rule(*given(m, x))[0].flatten(2)
-    scores = (m.q(x) @ made.transpose(1, 2)) / 4
-    hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
-    return x + scores.masked_fill(hidden, float("-inf")).softmax(-1) @ m.v(x)
-
-
-@CASES.block(f"{STREAMED}|{WARNED}", parts)
-def beside_all_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """An attention without a mask reads what the recurrence has made of all rows."""
-    x = x + back(delta_rule(*given(m, x))[0])
-    q, k, v = (heads(p(x)) for p in (m.q, m.k, m.v))
-    return x + back(delta_rule(*given(m, x))[0]) + joined(F.scaled_dot_product_attention(q, k, v))
-
-
-@CASES.block(WARNED, parts)
-def backwards(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """Row i reads rows from i on."""
-    turned = delta_rule(*(v.flip(1) for v in given(m, x)))[0]
-    return x + back(turned.flip(1))
-
-
-@CASES.block(WARNED, parts)
-def over_samples(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """It goes along the samples."""
-    return x + back(delta_rule(*(v.transpose(0, 1) for v in given(m, x)))[0].transpose(0, 1))
-
-
-@CASES.block(WARNED, parts)
-def that_ends_in_another(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """The last state of one is what another begins with: not a call that the op can say."""
-    _, last = delta_rule(*given(m, x), output_final_state=True)
-    return x + back(delta_rule(*given(m, x), initial_state=last)[0])
-
-
-FALSE = (less_the_mean, of_blocks, of_positions, that_forgets, without_a_way_back)
-for _function in FALSE:
+OWN = (delta_rule, less_the_mean, of_blocks, of_positions, that_forgets, without_a_way_back, in_another_order)
+for _function in OWN:
 
     @CASES.block(WHATEVER, parts, name=_function.__name__.replace("_", " "))
-    def _false(m: Subject, x: Tensor, ids: Tensor, function: Any = _function) -> Tensor:
-        return x + back(function(*given(m, x), chunk_size=8)[0])
+    def _own(m: Subject, x: Tensor, ids: Tensor, function: Any = _function) -> Tensor:
+        made, last = function(*given(m, x))
+        return x + joined(made.transpose(1, 2)) + (0.0 if last is None else last.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -86,6 +87,10 @@ def test_whose_layers_may_be_computed_twice() -> None:
     model.model.norm = type("Own", (nn.Module,), {"__module__": "theirs"})()
     assert not may_be_checkpointed(model), "nobody said that it can be computed twice"
     model.model.norm = norm
+    model.model.norm.forward = types.MethodType(lambda self, x: x, norm)
+    assert not may_be_checkpointed(model), "a forward of its own may do anything"
+    del model.model.norm.forward
+    assert may_be_checkpointed(streambp_fx.transform(model))
     assert not may_be_checkpointed(nn.Linear(2, 2))
 
 

@@ -42,8 +42,7 @@ def test_functions_of_transformers(family: str, function: str) -> None:
 
 def test_what_only_looks_like_one_is_none() -> None:
     declare_recurrences([recurrences.Decay()])
-    found = {n.split("#")[0].rsplit(".", 1)[1] for n in RECURRENCES if "adversaries" in n}
-    assert found == {"delta_rule"}
+    assert not any("adversaries" in n for n in RECURRENCES)
 
 
 def test_linear_scan_has_the_derivative_of_the_loop() -> None:
