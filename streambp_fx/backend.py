@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -28,7 +27,7 @@ from .errors import CompileError, StreamBPWarning
 from .models.recurrences import declare_recurrences
 from .options import Options
 from .passes import PassError, analyze
-from .passes.graph.facts import Facts
+from .passes.graph.facts import Facts, Segment
 from .passes.graph.functionalization import NotPureError
 from .passes.graph.sources import source_line, source_name
 from .passes.graph.symbols import Lengths
@@ -41,6 +40,7 @@ from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
 from .runtime.step_kinds import StepKind
 from .schedule import Schedule
 from .show.progress import announced
+from .unstreamed import Otherwise, Unstreamed
 
 log = logging.getLogger(__name__)
 Report = Callable[[Schedule], None]
@@ -88,7 +88,7 @@ def compile_graph(
     report: Report | None = None,
     declared: Mapping[str, int] | None = None,
     meta_as: torch.device | None = None,
-    unstreamed: Callable[..., Any] | None = None,
+    otherwise: Otherwise | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
@@ -100,16 +100,15 @@ def compile_graph(
         declared: dims by input name that are likely to be the sequence, the tokens first.
         meta_as: device on which tensors of the meta device are taken to be, for a graph that only gets a
             schedule; None leaves them on meta.
-        unstreamed: what runs in the place of a graph with a gradient that is not streamed; None: the graph.
+        otherwise: what runs in the place of a graph with a gradient that is not streamed; None: the graph.
 
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
     guard_hooks()
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
-        return _compiled_graph(
-            module, example_inputs, options, report, declared, meta_as, unstreamed or module
-        )
+        instead = otherwise or Otherwise(module)
+        return _compiled_graph(module, example_inputs, options, report, declared, meta_as, instead)
 
 
 def _compiled_graph(
@@ -119,7 +118,7 @@ def _compiled_graph(
     report: Report | None,
     declared: Mapping[str, int] | None,
     meta_as: torch.device | None,
-    unstreamed: Callable[..., Any],
+    otherwise: Otherwise,
 ) -> Callable[..., Any]:
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
@@ -133,12 +132,12 @@ def _compiled_graph(
     remove_declarations(module, example_inputs)
     if not lengths.sequence:
         _explain_unstreamed(module, lengths)
-        return unstreamed
+        return otherwise.run
     with announced("compiling a graph"):
         compiled = CompiledGraph(
-            module, example_inputs, lengths, options, report, meta_as, declared, unstreamed
+            module, example_inputs, lengths, options, report, meta_as, declared, otherwise
         )
-    return compiled if compiled.streamed else unstreamed
+    return compiled if compiled.streamed else otherwise.run
 
 
 class CompiledGraph:
@@ -157,9 +156,10 @@ class CompiledGraph:
         report: Report | None = None,
         meta_as: torch.device | None = None,
         declared: Mapping[str, int] | None = None,
-        unstreamed: Callable[..., Any] | None = None,
+        otherwise: Otherwise | None = None,
     ) -> None:
-        self.meta_as, self.declared, self.as_it_is = meta_as, declared, unstreamed or module
+        self.meta_as, self.declared = meta_as, declared
+        self.otherwise = otherwise or Otherwise(module)
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         # By which of the sizes are equal: what has no streamed version.
         self.unstreamed: dict[tuple[int, ...], Unstreamed] = {}
@@ -181,11 +181,11 @@ class CompiledGraph:
             version = self._version(inputs)
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
             _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
-            return self.as_it_is(*inputs)
+            return self.otherwise.run(*inputs)
         hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
         if hook is not None:
             _warn(f"{hook} {MAY_CHANGE}: this step runs unstreamed")
-            return self.as_it_is(*inputs)
+            return self.otherwise.run(*inputs)
         try:
             with around.get()():
                 if isinstance(version, Unstreamed):
@@ -249,7 +249,7 @@ class CompiledGraph:
     def _compile(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         if not lengths.sequence:
             _warn(f"the graph runs unstreamed for these sizes: {lengths.reason}")
-            return Unstreamed(self.as_it_is)
+            return Unstreamed(self.otherwise.run)
         try:
             return self._streamed(lengths)
         except CompileError as error:
@@ -260,7 +260,7 @@ class CompiledGraph:
         if self.options.on_error == "raise":
             raise error
         _warn(f"the graph runs unstreamed: {str(error).replace(FALL_BACK, REPORT)}")
-        return Unstreamed(self.as_it_is)
+        return Unstreamed(self.otherwise.run)
 
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
@@ -270,8 +270,12 @@ class CompiledGraph:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
                 _warn(f"the model runs unstreamed: {error.cause.reason}{line}")
-                return Unstreamed(self.as_it_is)
+                return Unstreamed(self.otherwise.run)
             raise compile_error(error) from error
+        long = self.otherwise.is_better(facts)
+        if long is not None:
+            _warn(f"the graph runs unstreamed, layer by layer: {_why_whole(long)}")
+            return Unstreamed(self.otherwise.run)
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts, schedule)
@@ -285,7 +289,7 @@ class CompiledGraph:
             if facts.sequence is None:
                 why = "its sequence length became a constant when the graph was traced"
             _warn(f"the graph runs unstreamed: {why}")
-            return Unstreamed(self.as_it_is)
+            return Unstreamed(self.otherwise.run)
         _warn_unchunked(facts)
         return executor
 
@@ -297,20 +301,6 @@ class CompiledGraph:
             return Executor(facts, self.options)
         except Exception as error:
             raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error
-
-
-@dataclasses.dataclass
-class Unstreamed:
-    """What runs in the place of a graph that is not streamed, for all sizes."""
-
-    run: Callable[..., Any]
-
-    def accepts(self, inputs: Sequence[Any]) -> bool:
-        """True: the graph runs with any sizes."""
-        return True
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.run(*inputs)
 
 
 def _alike(sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
@@ -359,10 +349,7 @@ def _warn_unchunked(facts: Facts) -> None:
     """One warning for all regions that run whole, with the op, its source line and the cost."""
     whole = [s for s in facts.segments if not s.chunked and s.refused is not None]
     causes = [s for s in whole if not is_secondary(s.reason or "")]
-    lines = []
-    for segment in causes or whole:
-        assert segment.refused is not None
-        lines.append(f"{op_name(segment.refused.target)}: {segment.reason} ({source_line(segment.refused)})")
+    lines = list(map(_why_whole, causes or whole))
     if lines:
         unique = list(dict.fromkeys(lines))
         _warn(
@@ -370,6 +357,14 @@ def _warn_unchunked(facts: Facts) -> None:
             "their activations are held for the whole sequence while they are recomputed:\n  "
             + "\n  ".join(unique)
         )
+
+
+def _why_whole(segment: Segment) -> str:
+    """The op for which a segment runs whole, the reason, and the model's line."""
+    refused = segment.refused
+    if refused is None:
+        return segment.reason or "nothing is known of its rows"
+    return f"{op_name(refused.target)}: {segment.reason} ({source_line(refused)})"
 
 
 def _warn(text: str) -> None:

@@ -40,7 +40,7 @@ from .models.arguments import (
     signature_of,
     without_cache,
 )
-from .models.checkpointing import TakeOver, layers_checkpointed, may_be_checkpointed
+from .models.checkpointing import TakeOver, layers_checkpointed, layers_of, may_be_checkpointed
 from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
 from .models.plain_forms import in_plain_pytorch
 from .models.recurrences import declare_recurrences
@@ -48,6 +48,7 @@ from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_l
 from .options import Options
 from .schedule import Schedule
 from .show.progress import announced
+from .unstreamed import Otherwise
 
 # Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
 all_forwards: Registry[StreamedForward] = Registry()
@@ -335,8 +336,8 @@ def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs
     options = owner.options
     if options.logits == "drop":
         options = dataclasses.replace(options, logits="lazy")  # see `without_lazy`
-    unstreamed = _not_streamed if owner._may_checkpoint() else None
-    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims, unstreamed=unstreamed)
+    otherwise = Otherwise(_not_streamed, layers_of(owner.model)) if owner._may_checkpoint() else None
+    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims, otherwise=otherwise)
 
 
 class NotStreamed(Exception):

@@ -26,7 +26,7 @@ LAYERS = [
     *("passes", "options", "runtime.segments", "runtime", "cost", "auto_executor"),
     *("show", "show.code", "show.page", "schedule"),
     *("probing", "checking", "dynamo", "models.plain_forms", "models.recurrences", "models"),
-    *("backend", "streamed_forward", "transform", "explain", "plan", "trace", "integrations"),
+    *("unstreamed", "backend", "streamed_forward", "transform", "explain", "plan", "trace", "integrations"),
     *("verifying", "verify", "", "measure", "report", "commands", "cli"),
 ]
 

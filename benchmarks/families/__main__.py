@@ -1,4 +1,7 @@
-"""The table of all families: `python -m benchmarks.families [FAMILY...] [--out FILE] [--workers N]`."""
+"""The table of all families: `python -m benchmarks.families [FAMILY...] [--out FILE] [--workers N]`.
+
+`--read FILE... --page docs/families.md` makes the page of the documentation of what was measured before.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .configs import families
-from .table import table
+from .table import page, table
 
 LIMIT = 900
 
@@ -39,7 +42,17 @@ def main() -> None:
     parser.add_argument("family", nargs="*", help="model types of transformers; all of them if none is named")
     parser.add_argument("--out", type=Path, default=Path("build/families.jsonl"), help="a line for each")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time (1)")
+    parser.add_argument("--read", type=Path, nargs="+", help="results of earlier runs; nothing is measured")
+    parser.add_argument("--page", type=Path, help="with --read: write a page of them")
+    parser.add_argument("--how", default="", help="with --page: what it was measured with")
     args = parser.parse_args()
+    if args.read:
+        lines = (line for path in args.read for line in path.read_text().splitlines())
+        known = {r["family"]: r for r in map(json.loads, lines)}  # the last one of a family counts
+        print(table(list(known.values())))
+        if args.page:
+            args.page.write_text(page(list(known.values()), args.how))
+        return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     found = []
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool, args.out.open("w") as file:

@@ -110,6 +110,11 @@ def layers_checkpointed(model: nn.Module) -> Iterator[None]:
             vars(module).update(own)
 
 
+def layers_of(model: nn.Module) -> int:
+    """How many layers checkpoint themselves, each alone."""
+    return sum(map(_is_layer, model.modules()))
+
+
 def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer)
 
