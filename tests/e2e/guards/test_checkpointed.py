@@ -58,7 +58,7 @@ def test_no_more_memory_than_checkpointing(family: str) -> None:
     assert all(torch.allclose(got[n], g, rtol=1e-5, atol=1e-7) for n, g in want.items() if g is not None)
     assert switches(model) == before
     assert peak(model, given) <= 1.01 * peak(checkpointed, given)
-    assert family == "longcat_flash" or peak(model, given) < 0.9 * peak(eager, given)  # two layers, small ones
+    assert family == "longcat_flash" or peak(model, given) < 0.9 * peak(eager, given)
 
 
 def test_random_numbers_are_those_of_eager() -> None:
