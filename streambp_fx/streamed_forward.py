@@ -172,8 +172,8 @@ class StreamedForward:
 
     def _uncaptured(self, error: CaptureError, given: Arguments) -> Any:
         """The step without a graph, and with a warning; an error of the model's own is its own to raise."""
-        if self.options.on_error == "raise":
-            raise error
+        if self.options.on_error == "raise" or self._lower is not _stream:
+            raise error  # who explains or verifies a model is told so
         output = self._as_it_is(given)
         self._not_captured.add(given.names)
         _warn(f"{error}\nThe model runs unstreamed{CHECKPOINTED if self._may_checkpoint() else ''}.")
