@@ -117,6 +117,8 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable, rows: torch.Te
         ((factor, value),) = values
         return _compare(condition, value * factor + int(constant), value * factor + int(constant))
     # Of several values at different rows only the extremes are compared, in each batch entry.
+    if any(v.shape[1] == 0 for _, v in values):
+        return True
     extremes = [(c, v.amin(1).to(torch.int64), v.amax(1).to(torch.int64)) for c, v in values]
     low: Any = sum(c * (least if c > 0 else most) for c, least, most in extremes) + int(constant)
     high: Any = sum(c * (most if c > 0 else least) for c, least, most in extremes) + int(constant)
