@@ -165,7 +165,8 @@ class Memory:
         live, result = sympy.S.Zero, []
         for step, node in zip(change[:-1], self.nodes, strict=True):
             live = live + step
-            result.append(live + _rename(inner_bytes(node), self.sizes))
+            inner = inner_bytes(node)
+            result.append(live + _rename(inner, self.sizes) if inner else live)
         return result
 
     def bytes_of(self, nodes: Iterable[Node]) -> sympy.Expr:

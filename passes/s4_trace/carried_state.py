@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.causal_convolution import CAUSAL_CONV1D
-from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, tensors_of
+from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, sum_dtype, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
@@ -124,13 +124,14 @@ def _simple_axis(facts: Facts, node: Node) -> int | None:
     return dims[0] if len(dims) == 1 and layout[dims[0]] == Axis() else None
 
 
-def state_of_recurrence(node: Node) -> tuple[list[sympy.Expr], torch.dtype]:
-    """The sizes and the dtype of the state of a recurrence."""
+def state_of_recurrence(node: Node, wide: bool = False) -> tuple[list[sympy.Expr], torch.dtype]:
+    """The sizes and the dtype of the state of a recurrence; `wide`: the dtype of sums of its gradients."""
     name, given, settings, cast = node.args
     known = RECURRENCES[name]
     values = [None if n is None else tensors_of(n)[0] for n in given]
     dtype = known.dtypes(values, settings, cast)[1]
-    return [shape_of(given[operand])[dim] for operand, dim in known.state], dtype
+    sizes = [shape_of(given[operand])[dim] for operand, dim in known.state]
+    return sizes, sum_dtype(dtype) if wide else dtype
 
 
 def _size(facts: Facts, node: Node) -> float:

@@ -168,11 +168,11 @@ class FakeInputs:
     def _states_of_recurrence(self, buffer: Buffer) -> Tensor:
         """Before the chunk and after it."""
         assert buffer.node is not None
-        sizes, dtype = state_of_recurrence(buffer.node)
+        sizes, dtype = state_of_recurrence(buffer.node, buffer.wide)
         device = tensors_of(buffer.node)[0].device
         with self.mode:
             shape = [2, *map(self._size, sizes)]
-            return torch.empty(shape, dtype=sum_dtype(dtype) if buffer.wide else dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
 
     def _symbol(self, name: str, hint: int, start: bool = False) -> Any:
         value = self.table.new(name, hint, start)

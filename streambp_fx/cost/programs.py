@@ -73,11 +73,10 @@ class ProgramCosts:
     def bytes_by_chunk(self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes) -> Any:
         """Bytes of the states of a recurrence, one for each chunk and one more."""
         assert buffer.node is not None
-        shape, dtype = state_of_recurrence(buffer.node)
+        shape, dtype = state_of_recurrence(buffer.node, buffer.wide)
         rows = sizes.tokens - runner.segment.removed
         chunks = rows / sizes.chunk if sizes.symbolic else -(-rows // sizes.chunk)
-        own = sum_dtype(dtype) if buffer.wide else dtype
-        return self.value(sympy.Mul(*shape) * own.itemsize, sizes) * (chunks + 1)
+        return self.value(sympy.Mul(*shape) * dtype.itemsize, sizes) * (chunks + 1)
 
     def is_full(self, runner: SegmentRunner) -> bool:
         """True if every step runs the chunks of a segment with FULL reach."""

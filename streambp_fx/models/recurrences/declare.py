@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 #: In this order they are tried on a function.
 INTERFACES = (delta_rule(0), delta_rule(3), STATE_SPACE, SELECTIVE_SCAN)
 # Functions that were looked at.
-_seen: set[int] = set()
-_kept: list[Callable] = []  # so that no other function gets the id of one that was seen
+_seen: set[Callable] = set()
 # Rows at which the parts of a trial begin, and how many there are: no part is a whole number of blocks, which
 # have 4 rows there.
 ENDS = (0, 3, 8, 9)
@@ -37,10 +36,9 @@ def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
     """
     found = False
     for function in list(_functions(modules)):
-        if id(function) in _seen:
+        if function in _seen:
             continue
-        _seen.add(id(function))
-        _kept.append(function)
+        _seen.add(function)
         for interface in INTERFACES:
             if interface.fits(function) and _declare(function, interface):
                 found = True
@@ -51,10 +49,9 @@ def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
 def _functions(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
     """Known functions in the Python modules in which the classes of these modules are."""
     for name in {cls.__module__ for m in modules for cls in type(m).__mro__}:
-        if name.split(".")[0] in ("torch", "builtins"):
-            continue
-        values = list(vars(sys.modules.get(name, object())).values()) if name in sys.modules else []
-        yield from (v for v in values if isinstance(v, types.FunctionType) and is_known(v))
+        if name in sys.modules:
+            values = list(vars(sys.modules[name]).values())
+            yield from (v for v in values if isinstance(v, types.FunctionType) and is_known(v))
 
 
 def _declare(function: types.FunctionType, interface: Interface) -> bool:

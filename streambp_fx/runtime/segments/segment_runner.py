@@ -87,9 +87,9 @@ class SegmentRunner:
             (chunks + 1, ...), in the dtype of the state or, for wide sums, of its sum.
         """
         assert buffer.node is not None
-        sizes, dtype = state_of_recurrence(buffer.node)
+        sizes, dtype = state_of_recurrence(buffer.node, buffer.wide)
         shape = [chunks + 1, *map(step.resolve, sizes)]
-        return torch.zeros(shape, dtype=sum_dtype(dtype) if buffer.wide else dtype, device=like.device)
+        return torch.zeros(shape, dtype=dtype, device=like.device)
 
     def sum_dtype(self, buffer: Buffer, dtype: torch.dtype) -> torch.dtype:
         """Of a sum over chunks of gradients in a dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...passes.graph.facts import Axis, shape_of, sum_dtype, tensors_of
+from ...passes.graph.facts import Axis, shape_of, tensors_of
 from ...passes.graph.printing import fold
 from ...passes.s4_trace.carried_state import state_of_recurrence
 from ...passes.s6_schedule.build import is_half
@@ -113,11 +113,10 @@ class Sweeps:
     def _states_of_recurrence(self, buffer: Buffer) -> list[str]:
         """What each chunk begins with, and what the last one leaves."""
         assert buffer.node is not None
-        name, (sizes, dtype) = self.code.names[buffer], state_of_recurrence(buffer.node)
+        name, (sizes, dtype) = self.code.names[buffer], state_of_recurrence(buffer.node, buffer.wide)
         like = [*self.code.rows, *self.code.constants][0]
-        own = sum_dtype(dtype) if buffer.wide else dtype
         shape = "[" + ", ".join(["len(list(chunks(total, CHUNK))) + 1", *map(self.size, sizes)]) + "]"
-        lines = fold(4, f"{name} = torch.zeros(", [shape, f"dtype={own}", f"device={like}.device"], ")")
+        lines = fold(4, f"{name} = torch.zeros(", [shape, f"dtype={dtype}", f"device={like}.device"], ")")
         return ["    # the state before each chunk, and after the last one", *lines]
 
     def _chunks(self, loop: Chunks, full: bool) -> list[str]:
