@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -169,87 +170,59 @@ def delta_rule(
     return made, last if output_final_state else None
 
 
-def less_the_mean(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+Change = Callable[[Tensor, Tensor, int, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def that_only_looks_like_one(change: Change) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The delta rule with other values, decays or first state: of these, and of the size of a block."""
+
+    def function(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        value, g, first = change(value, g, chunk_size, initial_state)
+        made, last = _rule(query, key, value, g, beta, first)
+        return made, last if output_final_state else None
+
+    function.__name__ = change.__name__
+    return function
+
+
+@that_only_looks_like_one
+def less_the_mean(value: Tensor, g: Tensor, size: int, first: Tensor | None) -> Any:
     """The mean of all rows is taken off."""
-    made, last = _rule(query, key, value - value.mean(1, keepdim=True), g, beta, initial_state)
-    return made, last if output_final_state else None
+    return value - value.mean(1, keepdim=True), g, first
 
 
-def of_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+@that_only_looks_like_one
+def of_blocks(value: Tensor, g: Tensor, size: int, first: Tensor | None) -> Any:
     """The mean of a block is taken off."""
-    blocks = [b - b.mean(1, keepdim=True) for b in value.split(chunk_size, 1)]
-    made, last = _rule(query, key, torch.cat(blocks, 1), g, beta, initial_state)
-    return made, last if output_final_state else None
+    return torch.cat([b - b.mean(1, keepdim=True) for b in value.split(size, 1)], 1), g, first
 
 
-def of_positions(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+@that_only_looks_like_one
+def of_positions(value: Tensor, g: Tensor, size: int, first: Tensor | None) -> Any:
     """It decays with the position, counted from the first row that is given."""
-    places = torch.arange(query.shape[1], dtype=g.dtype)[:, None]
-    made, last = _rule(query, key, value, g - places / 8, beta, initial_state)
-    return made, last if output_final_state else None
+    return value, g - torch.arange(value.shape[1], dtype=g.dtype)[:, None] / 8, first
 
 
-def that_forgets(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+@that_only_looks_like_one
+def that_forgets(value: Tensor, g: Tensor, size: int, first: Tensor | None) -> Any:
     """What it begins with has no part in it."""
-    made, last = _rule(query, key, value, g, beta, None)
-    return made, last if output_final_state else None
+    return value, g, None
 
 
-def without_a_way_back(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+@that_only_looks_like_one
+def without_a_way_back(value: Tensor, g: Tensor, size: int, first: Tensor | None) -> Any:
     """Right forwards; no gradient comes through the state that is handed over."""
-    first = None if initial_state is None else initial_state.detach()
-    made, last = _rule(query, key, value, g, beta, first)
-    return made, last if output_final_state else None
+    return value, g, None if first is None else first.detach()
 
 
 def in_another_order(
