@@ -148,11 +148,11 @@ def least(lowered: Lowered, numbers: dict[str, int]) -> int:
     readers: dict[int, set[int]] = {}
     for k, node in enumerate(memory.nodes):
         for operand in node.all_input_nodes:
-            for key in memory.storage[operand]:
+            for key in memory.storages.of[operand]:
                 readers.setdefault(key, set()).add(k)
 
     def alive(key: int, at: int) -> bool:
-        made = memory.made[key]
+        made = memory.storages.made[key]
         if made != at and not before[at] >> made & 1:
             return False
         return made == at or any(r == at or before[r] >> at & 1 for r in readers.get(key, ()))

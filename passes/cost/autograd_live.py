@@ -25,7 +25,8 @@ from ..graph.facts import Facts
 from ..graph.fake_values import Environment
 from ..graph.subgraph import Subgraph
 from ..graph.tracing import trace
-from .program import storage_of, tensor_bytes
+from .program import tensor_bytes
+from .storages import storage_of
 
 
 class WholeStep:

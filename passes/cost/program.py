@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
 from .recurrences import inner_bytes
+from .storages import Storages
 
 aten = torch.ops.aten
 Substitution = Mapping[sympy.Symbol, sympy.Expr]
@@ -113,7 +114,7 @@ def _reaches(first: sympy.Expr, second: sympy.Expr) -> bool:
 
 
 class Memory:
-    """Storages of a program: which op makes each, and which op is the last to use it.
+    """Bytes of a program's storages, and when they are held.
 
     Args:
         graph: of ATen ops whose nodes carry fake tensors in `meta["val"]`.
@@ -121,84 +122,45 @@ class Memory:
         throughout: a node whose storage is there from the first op to the last.
 
     Attributes:
-        storage: of each node, the storages that its tensors lie in, by number.
+        storages: of the graph.
         bytes: of each storage; 0 for inputs.
-        made, last: positions of the ops.
     """
 
     def __init__(self, graph: Graph, sizes: Substitution, throughout: Node | None = None) -> None:
-        self.nodes, self.sizes = list(graph.nodes), sizes
-        self.storage: dict[Node, tuple[int, ...]] = {}
-        self.bytes: dict[int, sympy.Expr] = {}
-        self.moved: dict[int, int] = {}
-        self.made: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        for position, node in enumerate(self.nodes):
-            self._place(position, node)
-            for operand in node.all_input_nodes:
-                for key in self.storage[operand]:
-                    self.last[key] = position
-        for key in () if throughout is None else self.storage[throughout]:
-            self.made[key], self.last[key] = 0, len(self.nodes) - 1
-
-    def _place(self, position: int, node: Node) -> None:
-        values = tensors_of(node)
-        if changes_in_place(node):
-            self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
-            # views of the result were traced as views of a tensor of its own
-            self.moved.update((storage_of(v), self.storage[node][0]) for v in values)
-            return
-        keys = (storage_of(v) for v in values)
-        self.storage[node] = tuple(self.moved.get(k, k) for k in keys)
-        for key, value in zip(self.storage[node], values, strict=True):
-            if key not in self.made:
-                inside = node.op == "call_function"
-                self.made[key], self.last[key] = position, position
-                self.bytes[key] = _rename(tensor_bytes(value), self.sizes) if inside else sympy.S.Zero
+        self.sizes, self.storages = sizes, Storages(graph)
+        self.nodes = self.storages.nodes
+        self.bytes: dict[int, sympy.Expr] = {
+            key: _rename(tensor_bytes(value), sizes) if self.storages.is_inside(key) else sympy.S.Zero
+            for key, value in self.storages.first.items()
+        }
+        for key in () if throughout is None else self.storages.of[throughout]:
+            self.storages.made[key] = 0
+            self.storages.readers[key].append(len(self.nodes) - 1)
 
     def live_after_each_op(self) -> list[sympy.Expr]:
         """Bytes held when each op has just run, its operands among them, in order; inputs do not count."""
-        change: list[sympy.Expr] = [sympy.S.Zero] * (len(self.nodes) + 1)
-        for key, size in self.bytes.items():
-            change[self.made[key]] += size
-            change[self.last[key] + 1] -= size
-        live, result = sympy.S.Zero, []
-        for step, node in zip(change[:-1], self.nodes, strict=True):
-            live = live + step
+        result = []
+        for live, node in zip(self.storages.alive(self.bytes, sympy.S.Zero), self.nodes, strict=True):
             inner = inner_bytes(node)
             result.append(live + _rename(inner, self.sizes) if inner else live)
         return result
 
     def bytes_of(self, nodes: Iterable[Node]) -> sympy.Expr:
         """Bytes of the storages that these nodes lie in, each storage once."""
-        keys = dict.fromkeys(k for n in nodes for k in self.storage[n])
+        keys = dict.fromkeys(k for n in nodes for k in self.storages.of[n])
         return sum((self.bytes[k] for k in keys), sympy.S.Zero)
 
     def kept_after(self, values: list[Node]) -> sympy.Expr:
         """Bytes made up to the last of `values` and used later by anything but the output."""
         border = max((self.nodes.index(n) for n in values), default=-1)
         end = len(self.nodes) - 1
-        given = {k for n in values for k in self.storage[n]}
+        given = {k for n in values for k in self.storages.of[n]}
         kept = (
             k
-            for k in self.bytes
-            if self.made[k] <= border < self.last[k] and not (k in given and self.last[k] == end)
+            for k, made in self.storages.made.items()
+            if made <= border < self.storages.last(k) and not (k in given and self.storages.last(k) == end)
         )
         return sum((self.bytes[k] for k in kept), sympy.S.Zero)
-
-
-def changes_in_place(node: Node) -> bool:
-    """True if an op writes over its first operand and returns it."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and bool(node.args) and isinstance(node.args[0], Node)
-
-
-def storage_of(value: Tensor) -> int:
-    """A number for the storage of a (fake) tensor of any shape and dtype: the same for views of it."""
-    try:
-        return value.untyped_storage()._cdata
-    except NotImplementedError:  # the inner wrapper of a functorch level, whose storage cannot be asked for
-        return id(value)
 
 
 def _rename(value: sympy.Expr, sizes: Substitution) -> sympy.Expr:

@@ -6,7 +6,6 @@ added by `addmm_`, without a temporary), so that no two gradients of one paramet
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..cost.storages import Storages
 from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something, written_operands
 from ..graph.purity import is_impure
@@ -25,7 +25,7 @@ from .rematerialize import rematerialize, typical
 from .reorder import reorder
 from .simplify import simplify
 from .workspace import into_workspace, widest_product
-from .write_in_place import Lifetimes, write_in_place
+from .write_in_place import write_in_place
 
 aten = torch.ops.aten
 
@@ -90,13 +90,13 @@ class Lowering:
 
     Attributes:
         title: what it is, for people.
-        lifetimes: of its values, once it is known what lies where.
+        storages: of its values, once it is known what lies where.
         product: whose memory is given to each call again.
     """
 
     module: GraphModule
     title: str
-    lifetimes: Lifetimes | None = None
+    storages: Storages | None = None
     product: Node | None = None
 
     def __str__(self) -> str:
@@ -152,13 +152,13 @@ def _rematerialized(lowering: Lowering, settings: LoweringSettings) -> Lowering:
 
 
 def _written_in_place(lowering: Lowering, settings: LoweringSettings) -> Lowering:
-    lowering.lifetimes = write_in_place(lowering.module.graph)
+    lowering.storages = write_in_place(lowering.module.graph)
     return lowering
 
 
 def _with_workspace(lowering: Lowering, settings: LoweringSettings) -> Lowering:
-    if lowering.lifetimes is not None:
-        lowering.product = widest_product(lowering.module.graph, lowering.lifetimes)
+    if lowering.storages is not None:
+        lowering.product = widest_product(lowering.module.graph, lowering.storages)
     return lowering
 
 
@@ -181,8 +181,9 @@ def _copy_what_is_no_view(graph: Graph) -> None:
     tensors say it, and are wrong for some (the backward of a softmax over a dim that is not the last): the
     view that the trace has recorded is then impossible. Nobody reads such a value by another name later.
     """
+    storages = Storages(graph)
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if _storage(node).op != "placeholder":
+        if not all(storages.maker(key).op == "placeholder" for key in storages.of[node]):
             node.target = aten.reshape.default
 
 
@@ -223,37 +224,20 @@ def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]
     A change of a value is seen by those who read the value, or a view of it, later; a change of an input is
     seen by the caller, except that of the op `unwanted`.
     """
-    live, read = set(wanted), {_storage(n) for n in wanted}
-    for node in reversed(graph.nodes):
+    storages = Storages(graph)
+    live, read = set(wanted), {key for n in wanted for key in storages.of[n]}
+    for node in reversed(storages.nodes):
         if changes_something(node):
-            changed = {_storage(n) for n in written_operands(node)}
-            from_outside = any(n.op == "placeholder" for n in changed)
+            changed = {key for n in written_operands(node) for key in storages.of[n]}
+            from_outside = any(storages.maker(key).op == "placeholder" for key in changed)
             if from_outside and node.target is unwanted:
                 continue
             if from_outside or not changed.isdisjoint(read):
                 live.add(node)
         if node in live and node.op != "output" and node not in given:
             live.update(node.all_input_nodes)
-            read.update(_storage(n) for n in node.all_input_nodes)
+            read.update(storages.read_by(node))
     return live
-
-
-def _storage(node: Node) -> Node:
-    """The node that made the memory a value lies in, seen through views and changes in place."""
-    while (source := _lies_in(node)) is not None:
-        node = source
-    return node
-
-
-def _lies_in(node: Node) -> Node | None:
-    """The operand in whose memory a result lies (an element of a list: maybe); None for its own memory."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return node.args[0] if target is operator.getitem else None  # type: ignore[return-value]
-    if changes_something(node):
-        return next(iter(written_operands(node)), None)
-    first = node.args[0] if node.args else None
-    return first if target.is_view and isinstance(first, Node) else None
 
 
 def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
@@ -361,7 +345,7 @@ PROGRAM_PASSES: tuple[ProgramPass, ...] = (
         "write_in_place",
         "ops write over operands that nobody reads any more",
         _written_in_place,
-        gives=("lifetimes",),
+        gives=("storages",),
         applies=_is_eager,
         optional=True,
     ),
@@ -369,7 +353,7 @@ PROGRAM_PASSES: tuple[ProgramPass, ...] = (
         "workspace",
         "the logits of all chunks lie in one place, in a sweep over the loss head",
         _with_workspace,
-        needs=("lifetimes",),
+        needs=("storages",),
         applies=lambda settings: settings.eager and settings.swept,
         optional=True,
     ),

@@ -7,7 +7,6 @@ pass over memory.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +14,8 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..cost.program import changes_in_place, storage_of, tensor_bytes
+from ..cost.program import tensor_bytes
+from ..cost.storages import Storages
 from ..graph.facts import tensors_of
 from ..graph.purity import is_impure, is_random
 from .rewriting import evaluate
@@ -80,12 +80,11 @@ class _Step:
 
 @dataclass
 class _Program:
-    """Where each storage of a program is made and read, and what is alive when.
+    """The storages of a program, and what is alive when.
 
     Attributes:
         bytes: of each storage that is made inside, at the given sizes.
         peak, at: the most bytes that are alive at once, and the position of the op where they are.
-        views: nodes whose memory another node made.
     """
 
     graph: Graph
@@ -93,66 +92,36 @@ class _Program:
     bytes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.nodes = list(self.graph.nodes)
-        self.position = {n: k for k, n in enumerate(self.nodes)}
-        self.storage: dict[Node, tuple[int, ...]] = {}
-        self.made: dict[int, int] = {}
-        self.readers: dict[int, list[int]] = {}
-        self.changed: set[int] = set()
-        self.views: set[Node] = set()
-        for k, node in enumerate(self.nodes):
-            self._place(k, node)
-        self._read()
+        self.storages = Storages(self.graph)
+        self.nodes, self.position = self.storages.nodes, self.storages.position
+        for key, value in self.storages.first.items():
+            if not self.storages.is_inside(key):
+                self.bytes[key] = 0
+            elif key not in self.bytes:
+                size = sympy.sympify(tensor_bytes(value))
+                self.bytes[key] = int(size.subs({s: self.sizes.get(s, 1) for s in size.free_symbols}))
+        self._ignore_what_nobody_reads()
         self.peak, self.at = self._most()
 
-    def _read(self) -> None:
-        """Who reads what; what nobody reads any more is there for `undo`, and reads nothing."""
+    def _ignore_what_nobody_reads(self) -> None:
+        """What nobody reads any more is there for `undo`, and reads nothing."""
         idle: set[Node] = set()
         for node in reversed(self.nodes):
-            if idle.issuperset(node.users) and (node in self.views or _is_elementwise(node)):
+            if idle.issuperset(node.users) and (self.storages.is_view(node) or _is_elementwise(node)):
                 idle.add(node)
-                continue
-            for key in {key for n in node.all_input_nodes for key in self.storage[n]}:
-                self.readers[key].append(self.position[node])
-
-    def _place(self, position: int, node: Node) -> None:
-        if changes_in_place(node):
-            self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
-            self.changed.update(self.storage[node])
-            return
-        values = tensors_of(node)
-        self.storage[node] = tuple(storage_of(v) for v in values)
-        if any(k in self.made for k in self.storage[node]):
-            self.views.add(node)
-        for key, value in zip(self.storage[node], values, strict=True):
-            if key not in self.made:
-                self.made[key], self.readers[key] = position, []
-                if node.op != "call_function":
-                    self.bytes[key] = 0
-                elif key not in self.bytes:
-                    size = sympy.sympify(tensor_bytes(value))
-                    self.bytes[key] = int(size.subs({s: self.sizes.get(s, 1) for s in size.free_symbols}))
-
-    def last(self, key: int) -> int:
-        """Position of the last op that reads a storage, or that makes it."""
-        return max(self.readers[key], default=self.made[key])
+        self.storages.ignore_readings_of(idle)
 
     def _most(self) -> tuple[int, int]:
-        change = [0] * (len(self.nodes) + 1)
-        for key, size in self.bytes.items():
-            if key in self.made:
-                change[self.made[key]] += size
-                change[self.last(key) + 1] -= size
-        live = itertools.accumulate(change[:-1])
+        live = self.storages.alive(self.bytes, 0)
         return max((total - self._written_over(k), k) for k, total in enumerate(live))
 
     def _written_over(self, position: int) -> int:
         """Bytes of an operand in whose place an op will write its result, see `write_in_place`."""
         node = self.nodes[position]
-        if in_place_form(node) is None or len(self.storage[node]) != 1:
+        if in_place_form(node) is None or len(self.storages.of[node]) != 1:
             return 0
-        size = self.bytes[self.storage[node][0]]
-        dying = (k for n in node.all_input_nodes for k in self.storage[n] if self.last(k) == position)
+        size = self.bytes[self.storages.of[node][0]]
+        dying = (k for k in self.storages.read_by(node) if self.storages.last(k) == position)
         return size if any(self.bytes[k] == size for k in dying) else 0
 
     # ---- what is made again
@@ -160,7 +129,7 @@ class _Program:
     def lower_peak(self) -> _Step | None:
         """Make one value again that is alive at the peak and not read there; None if there is none."""
         found = [n for n in self.nodes[: self.at] if self._may_go(n)]
-        for node in sorted(found, key=lambda n: (-self.bytes[self.storage[n][0]], -self.position[n])):
+        for node in sorted(found, key=lambda n: (-self.bytes[self.storages.of[n][0]], -self.position[n])):
             readers = self._later_readers(node)
             place = min(readers, key=self.position.__getitem__)
             if self._operands_are_there(node, self.position[place]):
@@ -168,30 +137,30 @@ class _Program:
         return None
 
     def _may_go(self, node: Node) -> bool:
-        if not _is_elementwise(node) or len(self.storage[node]) != 1:
+        if not _is_elementwise(node) or len(self.storages.of[node]) != 1:
             return False
-        key = self.storage[node][0]
-        if key in self.changed or self.position[node] != self.made[key] or not self.bytes[key]:
+        (key,) = self.storages.of[node]
+        if key in self.storages.changes or self.storages.maker(key) is not node or not self.bytes[key]:
             return False
-        reads = self.readers[key]
+        reads = self.storages.readers[key]
         returned = len(self.nodes) - 1 in reads
         return not returned and self.at not in reads and any(k > self.at for k in reads)
 
     def _operands_are_there(self, node: Node, place: int) -> bool:
-        keys = {k for n in node.all_input_nodes for k in self.storage[n]}
-        return not keys & self.changed and all(
-            self.nodes[self.made[k]].op != "call_function" or self.last(k) >= place for k in keys
+        keys = self.storages.read_by(node)
+        return not self.storages.changes.keys() & keys and all(
+            not self.storages.is_inside(k) or self.storages.last(k) >= place for k in keys
         )
 
     def _later_readers(self, node: Node) -> list[Node]:
         """Ops after the peak that read a value or a view of it; views are not among them."""
-        key = self.storage[node][0]
-        reads = (self.nodes[k] for k in sorted(self.readers[key]) if k > self.at)
-        return [n for n in reads if key not in self.storage[n]]
+        key = self.storages.of[node][0]
+        reads = (self.nodes[k] for k in sorted(self.storages.readers[key]) if k > self.at)
+        return [n for n in reads if key not in self.storages.of[n]]
 
     def _again(self, node: Node, readers: Iterable[Node], place: Node) -> _Step:
         step, again = _Step(), {}  # type: tuple[_Step, dict[Node, Node]]
-        views = {n for n, keys in self.storage.items() if keys == self.storage[node]}
+        views = {n for n, keys in self.storages.of.items() if keys == self.storages.of[node]}
 
         def copy(own: Node) -> Node:
             if own not in again:

@@ -80,8 +80,7 @@ class _Order:
 
     def _read(self, node: Node) -> set[int]:
         """Storages that an op reads, unless it only makes a view of them."""
-        found = {k for n in node.all_input_nodes for k in self.memory.storage[n]}
-        return found - set(self.memory.storage[node])
+        return set(self.memory.storages.read_by(node)) - set(self.memory.storages.of[node])
 
     def _ready(self, node: Node) -> bool:
         waits = node not in self.placed and not is_impure(node) and not is_random(node)
@@ -91,20 +90,20 @@ class _Order:
         """True if an op makes less than what is let go after it, whatever the sizes are."""
         last = (k for k in self._read(node) if all(n is node or n in self.placed for n in self.readers[k]))
         gone = sum((self.memory.bytes[k] for k in last), sympy.S.Zero)
-        made = sum((self.memory.bytes[k] for k in self.memory.storage[node]), sympy.S.Zero)
+        made = sum((self.memory.bytes[k] for k in self.memory.storages.of[node]), sympy.S.Zero)
         return gone != 0 and bool(sympy.expand(gone - made).is_positive)
 
 
 def _needs(memory: Memory) -> dict[Node, list[Node]]:
     """For each node, those that must come before it."""
-    written = {n: {k for w in written_operands(n) for k in memory.storage[w]} for n in memory.nodes}
-    changed = set().union(*written.values())
+    storages = memory.storages
+    written = {n: {k for w in written_operands(n) for k in storages.of[w]} for n in storages.nodes}
     writer: dict[int, Node] = {}
     readers: dict[int, list[Node]] = defaultdict(list)
     needs: dict[Node, list[Node]] = {}
-    for node in memory.nodes:
+    for node in storages.nodes:
         needs[node] = list(node.all_input_nodes)
-        for key in changed & written[node].union(*(memory.storage[n] for n in node.all_input_nodes)):
+        for key in storages.changes.keys() & written[node].union(storages.read_by(node)):
             if key in writer:
                 needs[node].append(writer[key])
             if key in written[node]:

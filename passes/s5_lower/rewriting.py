@@ -10,7 +10,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
-from ..cost.program import changes_in_place, storage_of
+from ..cost.storages import Storages, storage_of
 from ..graph.facts import expression, shape_of, tensors_of
 from ..graph.purity import is_impure
 
@@ -24,19 +24,17 @@ END = 2**63 - 1
 
 
 class Program:
-    """A graph, the last op that changes each storage in place, and whether it has values in float64."""
+    """A graph, its storages before it is rewritten, and whether it has values in float64."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.is_double = any(v.dtype == torch.float64 for n in graph.nodes for v in tensors_of(n))
-        self.changes: dict[int, Node] = {}
-        for node in graph.nodes:
-            if changes_in_place(node):
-                self.changes.update(dict.fromkeys(storages(node, node.args[0]), node))
+        self.storages = Storages(graph)
 
     def stays(self, since: Node, *nodes: Node) -> bool:
         """True if values may be read at any time from `since` on: nothing changes them there any more."""
-        found = (self.changes.get(key) for key in storages(*nodes))
+        keys = {self.storages.number(v) for n in nodes for v in tensors_of(n)}
+        found = (self.storages.changes.get(key) for key in keys)
         return all(n is None or n < since for n in found)
 
     def insert(self, before: Node, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -10,22 +10,23 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..cost.storages import Storages
 from ..graph.facts import shape_of
-from .write_in_place import Lifetimes, on_cpu
+from .write_in_place import on_cpu
 
 aten = torch.ops.aten
 WITH_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
 
 
-def widest_product(graph: Graph, lifetimes: Lifetimes) -> Node | None:
+def widest_product(graph: Graph, storages: Storages) -> Node | None:
     """The product of the longest rows whose memory nobody reads after the program; None if there is none."""
     end = len(graph.nodes) - 1
     found: list[tuple[int, Node]] = []
     for node in graph.nodes:
         if node.target not in WITH_OUT or not on_cpu(node):
             continue
-        key, width = lifetimes.storage[node], shape_of(node)[-1]
-        if key in lifetimes.inside and lifetimes.last[key] < end and width.is_Integer:
+        (key,), width = storages.of[node], shape_of(node)[-1]
+        if storages.is_inside(key) and storages.last(key) < end and width.is_Integer:
             found.append((int(width), node))
     return max(found, key=lambda pair: pair[0], default=(0, None))[1]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..cost.program import changes_in_place, storage_of
+from ..cost.storages import Storages
 from ..graph.facts import expression, tensors_of
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ WITH_OUT = {
 }
 
 
-def write_in_place(graph: Graph) -> Lifetimes:
+def write_in_place(graph: Graph) -> Storages:
     """Turn ops into their in-place forms, where the result takes the place of an operand's last use.
 
     NOTE [what may be written over]: a tensor that an op of this graph made, that fills its storage, and of
@@ -37,72 +37,20 @@ def write_in_place(graph: Graph) -> Lifetimes:
     tensors that the program was traced with, so a view counts as one whatever op made it.
 
     Returns:
-        What lies where now, and until when.
+        Where the values lie now.
     """
-    lifetimes = Lifetimes(graph)
-    _log_softmaxes(graph, lifetimes)
+    storages = Storages(graph)
+    _log_softmaxes(graph, storages)
     for node in list(graph.nodes):
         target = in_place_form(node)
         if target is None:
             continue
         for args in _orders(node):
-            if isinstance(args[0], Node) and lifetimes.ends(args[0], node) and _fits(args[0], node):
-                lifetimes.take(args[0], node)
+            if isinstance(args[0], Node) and storages.ends(args[0], node) and _fits(args[0], node):
+                storages.take(args[0], node)
                 node.target, node.args = target, args
                 break
-    return lifetimes
-
-
-class Lifetimes:
-    """For each storage of a graph: the op that made it and the last that reads it."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.position = {n: k for k, n in enumerate(graph.nodes)}
-        self.storage: dict[Node, int] = {}
-        self.last: dict[int, int] = {}
-        self.inside: set[int] = set()
-        for node, k in self.position.items():
-            values = tensors_of(node)
-            if changes_in_place(node) and node.args[0] in self.storage:
-                self.storage[node] = self.storage[node.args[0]]  # type: ignore[index]
-            elif len(values) == 1:
-                self.storage[node] = storage_of(values[0])
-            key = self.storage.get(node)
-            if key is not None and key not in self.last:
-                self.last[key] = k
-                if node.op == "call_function" and not _shares(node):
-                    self.inside.add(key)
-            for operand in node.all_input_nodes:
-                if operand in self.storage:
-                    self.last[self.storage[operand]] = k
-
-    def ends(self, value: Node, reader: Node) -> bool:
-        """True if the value's memory was made here and `reader`, once, is the last to read it."""
-        key = self.storage.get(value)
-        if key is None or key not in self.inside or self.last[key] != self.position[reader]:
-            return False
-        return sum(self.storage.get(n) == key for n in _operands(reader)) == 1
-
-    def take(self, value: Node, result: Node) -> None:
-        """The result lies in the value's memory from now on."""
-        old, new = self.storage[value], self.storage[result]
-        for node, key in self.storage.items():
-            if key == new:
-                self.storage[node] = old
-        self.last[old] = self.last[new]
-
-
-def _operands(node: Node) -> list[Node]:
-    """Operands, as often as they are read."""
-    found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-    return found
-
-
-def _shares(node: Node) -> bool:
-    """True if an op hands out memory of an operand."""
-    keys = {storage_of(v) for v in tensors_of(node)}
-    return any(storage_of(v) in keys for n in node.all_input_nodes for v in tensors_of(n))
+    return storages
 
 
 def in_place_form(node: Node) -> torch._ops.OpOverload | None:
@@ -140,7 +88,7 @@ def _form(value: Tensor) -> tuple:
     return tuple(expression(s) for s in (*value.shape, *value.stride()))
 
 
-def _log_softmaxes(graph: Graph, lifetimes: Lifetimes) -> None:
+def _log_softmaxes(graph: Graph, storages: Storages) -> None:
     """Write a log-softmax over its operand, and its gradient over the gradient that comes in.
 
     It is the same kernel with another place for its result, so the bits are the same. The kernels read all of
@@ -151,8 +99,8 @@ def _log_softmaxes(graph: Graph, lifetimes: Lifetimes) -> None:
             continue
         operand, dim = node.args[0], node.args[WITH_OUT[node.target][1]]
         last = dim in (-1, len(tensors_of(node)[0].shape) - 1)
-        if last and lifetimes.ends(operand, node) and _fits(operand, node):
-            lifetimes.take(operand, node)
+        if last and storages.ends(operand, node) and _fits(operand, node):
+            storages.take(operand, node)
             node.target, node.kwargs = WITH_OUT[node.target][0], {"out": operand}
 
 

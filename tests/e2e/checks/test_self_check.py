@@ -166,8 +166,9 @@ def state_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def overwritten(patch: pytest.MonkeyPatch) -> None:
     """Memory is used again that somebody still reads."""
-    lifetimes = module_of("streambp_fx.passes.s5_lower.write_in_place").Lifetimes
-    patch.setattr(lifetimes, "ends", lambda self, value, reader: self.storage.get(value) in self.inside)
+    storages = module_of("streambp_fx.passes.cost.storages").Storages
+    ends = lambda self, value, reader: all(self.is_inside(k) for k in self.of[value])  # noqa: E731
+    patch.setattr(storages, "ends", ends)
 
 
 def sparse(patch: pytest.MonkeyPatch) -> None:
