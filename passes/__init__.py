@@ -26,7 +26,7 @@ import torch
 
 from .graph.facts import CapturedGraph, Facts, PassError
 from .graph.symbols import Lengths
-from .pipeline.runner import Pass, run_passes
+from .pipeline.runner import Pass, check_optional, run_passes
 from .pipeline.verifier import verify_facts
 from .s1_capture import (  # noqa: F401  (register their rewrites)
     attention_sinks,
@@ -125,6 +125,9 @@ PASSES: tuple[GraphPass, ...] = (
         gives=("signatures",),
     ),
 )
+
+
+check_optional()  # those that the environment names
 
 
 def analyze(

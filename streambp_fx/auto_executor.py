@@ -18,8 +18,8 @@ from .cost.step import StepCost
 from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
+from .passes.s6_schedule.step_parts import StepParts
 from .runtime.executor import Executor, tokens_of
-from .runtime.padding import Padding
 from .runtime.step_kinds import StepKind
 from .runtime.written_inputs import WrittenInputs
 
@@ -83,9 +83,9 @@ class AutoExecutor:
         return self.executors[self.policies[0]].sweeps
 
     @property
-    def padding(self) -> Padding:
-        """What a step need not run; the same for all policies."""
-        return self.executors[self.policies[0]].padding
+    def parts(self) -> StepParts:
+        """What the smallest step is made of."""
+        return self.executors[self.policies[0]].parts
 
     @property
     def written(self) -> WrittenInputs:

@@ -38,7 +38,11 @@ class Pass(Generic[Subject, Settings]):
     applies: Callable[[Settings], bool] = lambda settings: True
     optional: bool = False
 
+    def __post_init__(self) -> None:
+        _OPTIONAL[self.name] = self.optional
 
+
+_OPTIONAL: dict[str, bool] = {}  # of each pass that there is
 Verifier = Callable[[Pass[Any, Any], Any], None]
 _switched_off: ContextVar[frozenset[str]] = ContextVar(
     "streambp_without", default=frozenset(filter(None, os.environ.get("STREAMBP_WITHOUT", "").split(",")))
@@ -50,12 +54,32 @@ def without(*names: str) -> Iterator[None]:
     """Within: passes of these names are not run, if they are optional. For finding a fault by halves.
 
     The environment variable STREAMBP_WITHOUT=reorder,rematerialize does the same for a whole process.
+
+    Raises:
+        ValueError: there is no such pass, or it is not optional.
     """
+    check_optional(names)
     token = _switched_off.set(_switched_off.get() | set(names))
     try:
         yield
     finally:
         _switched_off.reset(token)
+
+
+def check_optional(names: Iterable[str] | None = None) -> None:
+    """Passes of these names exist and may be switched off.
+
+    Args:
+        names: None for those that are switched off.
+
+    Raises:
+        ValueError: not so.
+    """
+    for name in _switched_off.get() if names is None else names:
+        if not _OPTIONAL.get(name, False):
+            optional = ", ".join(sorted(n for n, may in _OPTIONAL.items() if may))
+            why = "has to run" if name in _OPTIONAL else "does not exist"
+            raise ValueError(f"cannot switch off the pass {name!r}: it {why}. Passes that may be: {optional}")
 
 
 def run_passes(

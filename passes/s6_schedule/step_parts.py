@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -69,6 +70,38 @@ class StepParts:
         self._whole_forms: dict[int, Subgraph] = {}
         on_cpu = all(v.device.type == "cpu" for n in facts.parameters for v in tensors_of(n))
         self.on_host = on_cpu and not facts.placeless
+
+    @cached_property
+    def runs_to_the_end(self) -> str | None:
+        """Why a step must run all rows, also those that the loss does not read; None if it need not.
+
+        Nothing but the loss may read what the segments make, as it is not made of all rows then. (Lazy
+        outputs are completed when they are read.)
+        """
+        if self.one_sweep is None:
+            return "the loss does not take one sweep"
+        made = {n for s in self.facts.segments for n in s.outputs}
+        if any(n in made for n in self.facts.results):
+            return "a value by rows is an output"
+        streamed: set[Node] = set()
+        for segment, own in zip(self.facts.segments, self.segments, strict=True):
+            if not isinstance(own, Subgraph):
+                streamed.update(segment.outputs)
+            elif any(n in streamed for n in own.inputs):
+                return f"segment {segment.index} runs whole"
+        return None
+
+    @cached_property
+    def dependent_samples(self) -> str | None:
+        """Why the samples are not known to be independent; None if they are."""
+        pairs = zip(self.facts.segments, self.segments, strict=True)
+        found = ((s.index, own.samples) for s, own in pairs if isinstance(own, SegmentPrograms))
+        return next((f"segment {index}: {why}" for index, why in found if isinstance(why, str)), None)
+
+    @property
+    def samples_together(self) -> str | None:
+        """Why all samples are run as far as the longest; None if each can end where it does."""
+        return "the model draws random numbers" if self.random else self.dependent_samples
 
     @property
     def moves(self) -> bool:

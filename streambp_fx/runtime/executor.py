@@ -177,7 +177,7 @@ class Executor:
         fetch = functools.partial(self.value, values=values, sizes=sizes)
         self.asked.ask(questions, fetch)
         sweep = self._sweep(values, sizes, step, questions)
-        if sweep is not None and sweep.unread is not None and self.padding.runs_to_the_end is None:
+        if sweep is not None and sweep.unread is not None and self.parts.runs_to_the_end is None:
             self.asked.ask_where_it_counts(questions, fetch, sweep.unread)
         step.plain, step.full = self.asked.plain(questions), self.asked.full(questions)
         if sweep is not None:

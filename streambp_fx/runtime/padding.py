@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,46 +41,13 @@ class Padding:
         self.parts = executor.parts
         self.runners = list(zip(executor.facts.segments, executor.runners, strict=True))
 
-    @cached_property
-    def runs_to_the_end(self) -> str | None:
-        """Why a step must run all rows, also those that the loss does not read; None if it need not.
-
-        Nothing but the loss may read what the segments make, as it is not made of all rows then. (Lazy
-        outputs are completed when they are read.)
-        """
-        if self.parts.one_sweep is None:
-            return "the loss does not take one sweep"
-        made = {n for s in self.facts.segments for n in s.outputs}
-        if any(n in made for n in self.executor.results):
-            return "a value by rows is an output"
-        streamed: set[Node] = set()
-        for segment, own in zip(self.facts.segments, self.parts.segments, strict=True):
-            if not isinstance(own, Subgraph):
-                streamed.update(segment.outputs)
-            elif any(n in streamed for n in own.inputs):
-                return f"segment {segment.index} runs whole"
-        return None
-
-    @cached_property
-    def samples_together(self) -> str | None:
-        """Why all samples are run as far as the longest; None if each can end where it does."""
-        return "the model draws random numbers" if self.parts.random else self.unproved
-
-    @cached_property
-    def unproved(self) -> str | None:
-        """Why the samples are not known to be independent; None if they are."""
-        streamed = ((s, r) for s, r in self.runners if r is not None)
-        return next(
-            (f"segment {s.index}: {r.samples}" for s, r in streamed if isinstance(r.samples, str)), None
-        )
-
     def leave_out(self, step: StepData, sweep: Sweep, plain: frozenset[Node]) -> None:
         """Tell the step how far each sample has to be run, and which masks hide nothing where it counts.
 
         Args:
             plain: such masks, with those that hide nothing anywhere.
         """
-        if sweep.counted is None or sweep.limits is None or self.runs_to_the_end is not None:
+        if sweep.counted is None or sweep.limits is None or self.parts.runs_to_the_end is not None:
             return
         complete, (head, runner) = dataclasses.replace(step), self.runners[-1]
         assert runner is not None
@@ -90,7 +56,7 @@ class Padding:
             step.plain, step.full = step.plain | plain, step.full - plain
         full = any(r is not None and r.is_full(step) for _, r in self.runners)
         if ends is not None and not full:
-            step.needed = (max(ends),) if self.samples_together else ends
+            step.needed = (max(ends),) if self.parts.samples_together else ends
         if step.needed is not None or step.plain != complete.plain:
             step.limits, step.complete = sweep.limits, complete
 
@@ -98,7 +64,7 @@ class Padding:
         """True if rows that do not count may hold anything, see NOTE [masks where it counts]."""
         if self.parts.lazy and (self.parts.random or not leaves_out):
             return False
-        return self.executor.sequences(step.sizes) == 1 or self.unproved is None
+        return self.executor.sequences(step.sizes) == 1 or self.parts.dependent_samples is None
 
     def completion(self, part: Subgraph, inputs: Sequence[Any], step: StepData) -> Anew | None:
         """How a lazy output is read or differentiated after a step that left rows out."""

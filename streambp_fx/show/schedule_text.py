@@ -18,7 +18,7 @@ from .scheduled_segment import READS, ScheduledSegment
 from .scheduled_step import ScheduledStep
 
 if TYPE_CHECKING:
-    from ..runtime.padding import Padding
+    from ..passes.s6_schedule.step_parts import StepParts
 
 NO_BREAK = "\u00a0"
 # Characters of a line of the printed schedule.
@@ -133,17 +133,17 @@ def _loss(schedule: ScheduledStep) -> Iterator[str]:
         twice = "2 sweeps over the loss head: its coefficients are known only after the first"
         yield "  " + (once if schedule.sweeps == 1 else twice)
     if schedule.sweeps == 1 and schedule.executor is not None and batch_size(schedule.facts) is not None:
-        text = f"padding: {_padding(schedule.executor.padding)}"
+        text = f"padding: {_padding(schedule.executor.parts)}"
         yield from textwrap.wrap(text, LINE, initial_indent="  ", subsequent_indent="    ")
     for position, node in schedule.facts.lazy.items():
         yield f"  output {position} ({node.name}) is {schedule.options.logits}: nothing stores it"
 
 
-def _padding(padding: Padding) -> str:
-    if padding.runs_to_the_end is not None:
-        return f"all rows are run, as {padding.runs_to_the_end}"
-    if padding.samples_together is not None:
-        return f"all samples are run as far as the longest that has a label; {padding.samples_together}"
+def _padding(parts: StepParts) -> str:
+    if parts.runs_to_the_end is not None:
+        return f"all rows are run, as {parts.runs_to_the_end}"
+    if parts.samples_together is not None:
+        return f"all samples are run as far as the longest that has a label; {parts.samples_together}"
     return "a sample is run as far as its last token that has a label"
 
 

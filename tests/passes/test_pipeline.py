@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -51,8 +54,21 @@ def test_passes_run_in_order_where_they_apply() -> None:
 
 
 def test_optional_passes_can_be_switched_off() -> None:
-    with without("twice", "add"):
+    with without("twice"):
         assert run_passes((ADD, TWICE), Number(1), 2).value == 3
+
+
+def test_what_cannot_be_switched_off_is_said() -> None:
+    message = r"pass 'add': it has to run. Passes that may be: .*reorder"
+    with pytest.raises(ValueError, match=message), without("add"):
+        pass
+    with pytest.raises(ValueError, match="'reorderr': it does not exist"), without("reorderr"):
+        pass
+    environment = {**os.environ, "STREAMBP_WITHOUT": "reorder,rematerialise"}
+    command = [sys.executable, "-c", "import streambp_fx.passes"]
+    found = subprocess.run(command, env=environment, capture_output=True)
+    assert found.returncode
+    assert b"cannot switch off the pass 'rematerialise'" in found.stderr
 
 
 def test_a_failure_names_its_pass() -> None:

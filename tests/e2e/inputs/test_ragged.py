@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp_fx
 from streambp_fx.passes.s2_prove.independent_samples import Samples, batch, batch_size
-from streambp_fx.runtime.padding import Padding
+from streambp_fx.passes.s6_schedule.step_parts import StepParts
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 from streambp_fx.runtime.segments.step_blocks import SampleRange, runs
 
@@ -120,7 +120,7 @@ def test_padding_at_random(rows_run: Counter) -> None:
     model = transform(build("gpt2", resid_pdrop=0.1), check="never")
     model(**ragged((20, 5))).loss.backward()
     assert 20 <= rows_run["joint"] / (2 * 2) < 40
-    assert "random" in streambp_fx.schedule(model).executor.padding.samples_together
+    assert "random" in streambp_fx.schedule(model).executor.parts.samples_together
 
 
 def test_labels_alone_decide(rows_run: Counter) -> None:
@@ -174,7 +174,7 @@ def test_a_mask_of_padding_behind_what_counts_is_not_needed(
 def test_a_mask_is_needed_where_samples_are_not_known_to_be_independent(
     masked: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Padding, "unproved", "nobody knows")
+    monkeypatch.setattr(StepParts, "dependent_samples", "nobody knows")
     model = transform(build("llama"))
     model(**ragged((66, 40))).loss.backward()
     assert masked == {True}
