@@ -76,7 +76,7 @@ def check_step(program: StepProgram, dropped: bool = True) -> None:
 
 def _follow(state: _State, instruction: StepInstruction) -> None:
     try:
-        RULES[type(instruction)](state, instruction)
+        CHECKS[type(instruction)](state, instruction)
     except _Fault as fault:
         raise UnsoundStep(instruction, str(fault)) from None
 
@@ -307,7 +307,7 @@ def _hand_over(state: _State, instruction: HandOver) -> None:
         state.let_go(value)
 
 
-RULES: Mapping[type, Callable[[_State, Any], None]] = {
+CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     RunPart: _run_part,
     Differentiate: _differentiate,
     Linearize: _run,

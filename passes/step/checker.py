@@ -79,7 +79,7 @@ def check(procedure: Procedure) -> None:
 
 def _step(state: _State, instruction: Instruction) -> None:
     try:
-        RULES[type(instruction)](state, instruction)
+        CHECKS[type(instruction)](state, instruction)
     except _Fault as fault:
         raise UnsoundProcedure(state.procedure, instruction, str(fault)) from None
 
@@ -322,7 +322,7 @@ def _round(state: _State, instruction: Round) -> None:
     state.rounded.add(buffer)
 
 
-RULES: Mapping[type, Callable[[_State, Any], None]] = {
+CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     Allocate: _allocate,
     Overwrite: _overwrite,
     Free: _free,

@@ -38,15 +38,15 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
     executor = Executor(facts, dataclasses.replace(options, body="eager"))
     context = Context(executor, tokens)
     step = StepCode(context)
-    driver = step.text()
-    whole = [step.whole.text, *(test.text for test in step.tests())]
+    driver, called = step.text(), step.functions
+    whole = [called.whole.text, *(test.text for test in called.tests)]
     sections = _section("Values that are computed once, whole, and sliced by chunks", whole)
-    for sweeps in step.sweeps.values():
+    for sweeps in called.sweeps.values():
         texts = [*sweeps.code.functions(), *sweeps.functions()]
         sections += _section(f"{sweeps.numbers}, chunk by chunk", texts)
-    if step.parts:
-        sections += _section("What runs whole", [p.text for p in step.parts.values()])
-    sections += _section("The step", [step.tail.text, *_table(step), driver])
+    if called.parts:
+        sections += _section("What runs whole", [p.text for p in called.parts.values()])
+    sections += _section("The step", [called.tail.text, *_table(step), driver])
     body = "\n\n\n".join(sections)
     used = [text.strip() for name, text in HELPERS.items() if re.search(rf"\b{name}\(", body)]
     head = _head(context, options, seq_len, step)

@@ -11,7 +11,6 @@ from torch.fx import Node
 
 from ...passes.graph.facts import Kind, tensors_of
 from ...passes.graph.printing import WIDTH, fold, listed, pack, remark
-from ...passes.graph.subgraph import Subgraph
 from ...passes.s6_schedule.build import schedule, the_loss
 from ...passes.s6_schedule.program import (
     Again,
@@ -29,10 +28,11 @@ from ...passes.s6_schedule.program import (
 )
 from ...passes.s6_schedule.transforms import drop_what_nobody_reads, keep_inputs_of_groups
 from .body import docstring, targets
-from .context import Context, Test
+from .context import Context
 from .names import Scope
 from .printed_subgraphs import PrintedSubgraph
 from .programs import SegmentCode
+from .step_functions import StepFunctions
 from .sweeps import Sweeps
 
 
@@ -58,10 +58,8 @@ class StepCode:
         tensors = [n for n in results if isinstance(n, Node) and n in self.facts.needs_grad and tensors_of(n)]
         self.differentiated = list(dict.fromkeys(tensors))
         self.loss = the_loss(self.differentiated)
-        self.sweeps: dict[str, Sweeps] = {}
-        self.parts: dict[str, PrintedSubgraph] = {}
         self.program = self._program()
-        self._prepare()
+        self.functions = StepFunctions(context, self.program)
 
     def _program(self) -> StepProgram:
         """The step that is printed: nothing lies elsewhere, and nothing is written over."""
@@ -104,58 +102,6 @@ class StepCode:
             self.names[node] = self.keys[node] = self.scope.new(self.context.model.of(node))
         return self.names[node]
 
-    # ---- what there is to print
-
-    def _prepare(self) -> None:
-        """Print the functions that the step calls."""
-        executor, segments = self.executor, self.facts.segments
-        alike: dict[str, list[int]] = {}
-        for segment in segments:
-            alike.setdefault(segment.signature, []).append(segment.index)
-        self.tail = PrintedSubgraph(
-            self.context, executor.parts.epilogue, "epilogue", "What is made of the last segment's rows."
-        )
-        trained = {
-            segments[c.segment].signature for c in self.program.calls() if c.procedure_name != "forward"
-        }
-        for instruction in self.program.instructions():
-            if isinstance(instruction, RunPart) and instruction.segment is not None:
-                index = instruction.segment
-                note = f"Segment {index}, which runs whole{_reason(segments[index])}."
-                self.parts[str(index)] = PrintedSubgraph(
-                    self.context, instruction.part, f"segment_{index}", note
-                )
-            elif isinstance(instruction, Call):
-                segment, runner = segments[instruction.segment], executor.runners[instruction.segment]
-                signature = segment.signature
-                if signature not in self.sweeps:
-                    one_sweep, label = isinstance(instruction, CallLoss), f"segment_{segment.index}"
-                    assert runner is not None
-                    code = SegmentCode(self.context, runner, label, one_sweep, signature in trained)
-                    self.sweeps[signature] = Sweeps(code, _numbers(alike[signature]))
-        whole = Subgraph(self.facts, self._whole_read(), set())
-        self.whole = PrintedSubgraph(self.context, whole, "whole_values", "Values that no gradient reaches.")
-
-    def _whole_read(self) -> list[Node]:
-        """Whole values that something printed reads."""
-        read = {n for p in (self.tail, *self.parts.values()) for n in p.values}
-        read |= {n for test in self.tests() for n in test.arguments if isinstance(n, Node)}
-        for segment in self.facts.segments:
-            if segment.signature in self.sweeps:
-                read.update(self._whole_of(segment))
-        return [n for n in self.executor.parts.whole.outputs if n in read]
-
-    def _whole_of(self, segment: Any) -> list[Node]:
-        """What a segment's sweeps take of its whole values."""
-        code = self.sweeps[segment.signature].code
-        of = dict(zip(code.segment.whole, segment.whole, strict=True))
-        return [of[node] for node, _ in code.whole_used()]
-
-    def tests(self) -> list[Test]:
-        """What the step asks the data, as functions."""
-        tests = [*self.context.plain.values(), *self.context.open.values()]
-        return [t for t in tests if t.text]
-
     # ---- the step
 
     def text(self) -> str:
@@ -179,7 +125,7 @@ class StepCode:
     def parameters(self) -> list[str]:
         """What the step takes."""
         code = "\n".join(self.lines)
-        seeded = any(s.code.seeded for s in self.sweeps.values())
+        seeded = any(s.code.seeded for s in self.functions.sweeps.values())
         optional = ["buffers=None", *(["constants=None"] if 'constants["' in code else [])]
         cotangents = [] if self.loss is not None else ["cotangents"]
         return [*self.given, "parameters", *cotangents, *optional, *(["seed=0"] if seeded else [])]
@@ -221,7 +167,7 @@ class StepCode:
         return [*(self._value(n) for n in part.values), *part.sizes]
 
     def _ask_tests(self) -> None:
-        for test in self.tests():
+        for test in self.functions.tests:
             arguments = [self._value(a) if isinstance(a, Node) else a for a in test.arguments]
             self.lines += fold(4, f"{test.name} = bool(test_{test.name}(", arguments, ")[0])")
             if test.fixed:
@@ -232,15 +178,15 @@ class StepCode:
 
     def _run_part(self, instruction: RunPart) -> None:
         if instruction.name == "whole values":
-            self._call_part(self.whole)
+            self._call_part(self.functions.whole)
         elif instruction.segment is None:
             self.lines.append("")
-            self._call_part(self.tail)
+            self._call_part(self.functions.tail)
         else:
             self.lines.append("")
             if instruction.part.random:
                 self.lines.append(f"random_state_{instruction.segment} = torch.get_rng_state()")
-            self._call_part(self.parts[str(instruction.segment)])
+            self._call_part(self.functions.parts[str(instruction.segment)])
 
     def _constants(self, segment: Any) -> str:
         """The constants of a segment as items of a call: from a table where all are parameters."""
@@ -256,7 +202,7 @@ class StepCode:
     def _arguments(self, segment: Any, code: SegmentCode) -> list[str]:
         items = [*(self._value(n) for n in segment.rows)]
         items += [c for c in [self._constants(segment)] if c]
-        items += [self._value(n) for n in self._whole_of(segment)]
+        items += [self._value(n) for n in self.functions.whole_of(segment)]
         seed = [f"seed + ({segment.index} << 32)"] if code.seeded else []
         return [*items, *self.context.symbols.values(), *seed, *code.flags.values()]
 
@@ -279,7 +225,7 @@ class StepCode:
 
     def _forward(self, segment: Any) -> None:
         self.lines.append("")
-        sweeps = self.sweeps[segment.signature]
+        sweeps = self.functions.sweeps[segment.signature]
         self._refuse_all_rows(segment, sweeps)
         results = [self._value(n) for n in segment.outputs] + self._kept(segment, sweeps)
         head = f"{targets(results)} = {self._function(sweeps, 'forward')}("
@@ -299,7 +245,7 @@ class StepCode:
     def _call_loss(self, instruction: CallLoss) -> None:
         """The head with its epilogue: loss and gradients come together."""
         segment, position = self.facts.segments[instruction.segment], instruction.position
-        sweeps, part = self.sweeps[segment.signature], self.tail
+        sweeps, part = self.functions.sweeps[segment.signature], self.functions.tail
         rows = self._value(segment.outputs[0])
         self.lines.append("")
         inner = ["rows" if n is segment.outputs[0] else self._value(n) for n in part.values] + part.sizes
@@ -322,7 +268,7 @@ class StepCode:
             node = value.node
             if value.kind is ValueKind.KEPT and value.segment is not None:
                 segment = self.facts.segments[value.segment]
-                found += self._kept(segment, self.sweeps[segment.signature])
+                found += self._kept(segment, self.functions.sweeps[segment.signature])
             elif value.kind is ValueKind.CAPTURED and self.names.get(node, "").isidentifier():
                 found.append(self.names[node])
         if found:
@@ -347,9 +293,9 @@ class StepCode:
     def _differentiate(self, instruction: Differentiate) -> None:
         """Differentiate what runs whole, by autograd."""
         given = {v.node: v for v in instruction.inputs if v.kind is ValueKind.GRADIENT}
-        part, random = self.tail, []
+        part, random = self.functions.tail, []
         if instruction.segment is not None:
-            part = self.parts[str(instruction.segment)]
+            part = self.functions.parts[str(instruction.segment)]
             random = [f"random_state_{instruction.segment}"] if instruction.part.random else []
             self.lines.append("")
         take = self._popped if instruction.segment is not None else self._cotangent
@@ -373,7 +319,7 @@ class StepCode:
 
     def _backward(self, segment: Any, instruction: Call) -> None:
         self.lines.append("")
-        sweeps = self.sweeps[segment.signature]
+        sweeps = self.functions.sweeps[segment.signature]
         cotangents = [self._popped(v) for v in instruction.inputs if v.kind is ValueKind.GRADIENT]
         arguments = [*cotangents, *self._kept(segment, sweeps), *self._arguments(segment, sweeps.code)]
         self.lines += fold(4, f"found = {self._function(sweeps, 'backward')}(", arguments, ")")
@@ -413,15 +359,3 @@ PRINT: Mapping[type, Callable[[StepCode, Any], None]] = {
     Seed: StepCode._seed,
     Differentiate: StepCode._differentiate,
 }
-
-
-def _numbers(indices: list[int]) -> str:
-    if len(indices) == 1:
-        return f"Segment {indices[0]}"
-    together = indices == list(range(indices[0], indices[-1] + 1))
-    listed = f"{indices[0]}-{indices[-1]}" if together else ", ".join(map(str, indices))
-    return f"Segments {listed}"
-
-
-def _reason(segment: Any) -> str:
-    return f": {segment.reason}" if segment.reason else ""
