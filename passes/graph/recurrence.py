@@ -8,12 +8,15 @@ which says by name what is called.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 # The operands of a recurrence by position, its plain arguments, and the state that it begins with
 # (None: zeros), to its rows and the state that it ends with.
@@ -47,23 +50,37 @@ class Recurrence:
         cast: torch.dtype | None,
     ) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of what it makes and of its state, for operands of any shape and device."""
-        device = next(x.device for x in operands if x is not None).type
-        with (
-            torch._C._DisableTorchDispatch(),
-            torch.no_grad(),
-            torch.autocast(device, cast, cast is not None),
-        ):
-            pairs = zip(operands, self.dims, strict=True)
-            made, last = self.step(
-                [x if x is None else self._small(x, dim) for x, dim in pairs], settings, None
-            )
-        return made.dtype, last.dtype
+        given = tuple(
+            x if x is None else (self._few(x, dim), x.dtype, x.device.type)
+            for x, dim in zip(operands, self.dims, strict=True)
+        )
+        return _dtypes(self.step, given, tuple(settings), cast)
 
     @staticmethod
-    def _small(operand: Tensor, dim: int | None) -> Tensor:
-        """On the meta device, with two rows and, where a size is a symbol, with two of that."""
-        sizes = [2 if d == dim or isinstance(s, torch.SymInt) else s for d, s in enumerate(operand.shape)]
-        return torch.empty(sizes, dtype=operand.dtype, device="meta")
+    def _few(operand: Tensor, dim: int | None) -> tuple[int, ...]:
+        """Sizes of an operand with two rows and, where a size is a symbol, with two of that."""
+        few = (d == dim or isinstance(s, torch.SymInt) for d, s in enumerate(operand.shape))
+        return tuple(2 if small else int(s) for small, s in zip(few, operand.shape, strict=True))
+
+
+@functools.cache
+def _dtypes(
+    step: Step,
+    given: tuple[tuple[tuple[int, ...], torch.dtype, str] | None, ...],
+    settings: tuple[float, ...],
+    cast: torch.dtype | None,
+) -> tuple[torch.dtype, torch.dtype]:
+    """On fake tensors: autocast leaves those of the meta device alone."""
+    device = next(x[2] for x in given if x is not None).replace("meta", "cpu")
+    with (
+        _disable_current_modes(),
+        FakeTensorMode(),
+        torch.no_grad(),
+        torch.autocast(device, cast, cast is not None),
+    ):
+        operands = [x if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in given]
+        made, last = step(operands, settings, None)
+    return made.dtype, last.dtype
 
 
 #: By name. What is not here is not captured as a recurrence, but as what it does.

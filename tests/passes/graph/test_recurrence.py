@@ -119,6 +119,10 @@ def test_under_autocast_it_casts_as_the_function_does() -> None:
     with torch.autocast("cpu", torch.bfloat16):  # what was captured outside runs as outside
         assert R.RECURRENCE("scan", [x, w], [], None).dtype == torch.float32
     assert seen == [torch.bfloat16, torch.float32]
+    with FakeTensorMode() as mode, torch.autocast("cpu", torch.bfloat16):
+        fakes = [mode.from_tensor(x), mode.from_tensor(w)]
+        for cast, dtype in ((torch.bfloat16, torch.bfloat16), (None, torch.float32)):
+            assert R.RECURRENCE("scan", fakes, [], cast).dtype == dtype
 
 
 def test_a_meter_sees_what_it_makes_inside() -> None:
