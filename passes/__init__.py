@@ -58,7 +58,6 @@ class Request:
     example_inputs: Sequence[Any]
     lengths: Lengths | None = None
     logits: str = "keep"
-    meta_as: torch.device | None = None
 
 
 GraphPass = Pass[Any, Request]  # from a captured graph or facts to facts, but for the first
@@ -67,7 +66,7 @@ PASSES: tuple[GraphPass, ...] = (
     Pass(
         "capture",
         "Dynamo graph -> one functional pre-dispatch ATen graph, symbolic in the sequence length",
-        lambda _, request: capture(request.module, request.example_inputs, request.lengths, request.meta_as),
+        lambda _, request: capture(request.module, request.example_inputs, request.lengths),
         gives=("graph",),
     ),
     Pass(
@@ -135,7 +134,6 @@ def analyze(
     example_inputs: Sequence[Any],
     lengths: Lengths | None = None,
     logits: str = "keep",
-    meta_as: torch.device | None = None,
 ) -> Facts:
     """Run `PASSES` on what Dynamo hands to a backend.
 
@@ -146,12 +144,11 @@ def analyze(
             (`s1_capture.sequence_length.find_lengths`); None keeps every symbol apart, and there must be only
             one.
         logits: what becomes of wide outputs, see `lazy_outputs`.
-        meta_as: device on which tensors of the meta device are taken to be, see `capture`.
 
     Raises:
         PassError: a pass failed.
     """
-    request = Request(module, example_inputs, lengths, logits, meta_as)
+    request = Request(module, example_inputs, lengths, logits)
     facts: Facts | CapturedGraph | None = run_passes(PASSES, None, request, verify_facts)
     assert isinstance(facts, Facts)
     return facts

@@ -87,7 +87,7 @@ def compile_graph(
     options: Options,
     report: Report | None = None,
     declared: Mapping[str, int] | None = None,
-    meta_as: torch.device | None = None,
+    placeless: bool = False,
     otherwise: Otherwise | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
@@ -98,8 +98,7 @@ def compile_graph(
         options: how to stream.
         report: called with each schedule, and again when it has been checked.
         declared: dims by input name that are likely to be the sequence, the tokens first.
-        meta_as: device on which tensors of the meta device are taken to be, for a graph that only gets a
-            schedule; None leaves them on meta.
+        placeless: where the weights will be is not known: the graph only gets a schedule.
         otherwise: what runs in the place of a graph with a gradient that is not streamed; None: the graph.
 
     Raises:
@@ -108,7 +107,7 @@ def compile_graph(
     guard_hooks()
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
         instead = otherwise or Otherwise(module)
-        return _compiled_graph(module, example_inputs, options, report, declared, meta_as, instead)
+        return _compiled_graph(module, example_inputs, options, report, declared, placeless, instead)
 
 
 def _compiled_graph(
@@ -117,7 +116,7 @@ def _compiled_graph(
     options: Options,
     report: Report | None,
     declared: Mapping[str, int] | None,
-    meta_as: torch.device | None,
+    placeless: bool,
     otherwise: Otherwise,
 ) -> Callable[..., Any]:
     if not _differentiates(module):
@@ -135,7 +134,7 @@ def _compiled_graph(
         return otherwise.run
     with announced("compiling a graph"):
         compiled = CompiledGraph(
-            module, example_inputs, lengths, options, report, meta_as, declared, otherwise
+            module, example_inputs, lengths, options, report, placeless, declared, otherwise
         )
     return compiled if compiled.streamed else otherwise.run
 
@@ -154,11 +153,11 @@ class CompiledGraph:
         lengths: Lengths,
         options: Options,
         report: Report | None = None,
-        meta_as: torch.device | None = None,
+        placeless: bool = False,
         declared: Mapping[str, int] | None = None,
         otherwise: Otherwise | None = None,
     ) -> None:
-        self.meta_as, self.declared = meta_as, declared
+        self.placeless, self.declared = placeless, declared
         self.otherwise = otherwise or Otherwise(module)
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         # By which of the sizes are equal: what has no streamed version.
@@ -265,7 +264,8 @@ class CompiledGraph:
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
-            facts = analyze(self.module, examples, lengths, self.options.logits, self.meta_as)
+            facts = analyze(self.module, examples, lengths, self.options.logits)
+            facts.placeless = self.placeless
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""

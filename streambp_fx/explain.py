@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .backend import compile_graph
+from .dynamo.meta_weights import meta_tensors_on
 from .errors import CaptureError
 from .options import Options
 from .schedule import Schedule
@@ -69,7 +70,7 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
             streamed = vars(model)["forward"]
             streamed.options = options
             streamed._compiled = streamed._compile(functools.partial(_explain_graph, found))
-            with torch.enable_grad():
+            with torch.enable_grad(), meta_tensors_on(torch.device("cpu")):
                 yield
     finally:
         for module, training in modes.items():
@@ -79,8 +80,10 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
 def _explain_graph(
     found: list[Schedule], owner: StreamedForward, module: GraphModule, example_inputs: Sequence[Any]
 ) -> Any:
-    dims, cpu = owner.sequence_dims, torch.device("cpu")
-    compile_graph(module, example_inputs, owner.options, found.append, dims, meta_as=cpu)
+    placeless = any(t.is_meta for t in (*owner.model.parameters(), *owner.model.buffers()))
+    compile_graph(
+        module, example_inputs, owner.options, found.append, owner.sequence_dims, placeless=placeless
+    )
 
     def leave(*inputs: Any) -> Any:
         raise _Explained

@@ -80,7 +80,6 @@ class Retrace(Interpreter):
     Args:
         module: the Dynamo graph.
         floats: placeholders of Python floats that come as tensors: the tensor stands for the number.
-        meta_as: device that takes the place of the meta device, or None.
         memory: what is seen of changes in place; None: nobody asks.
     """
 
@@ -88,11 +87,10 @@ class Retrace(Interpreter):
         self,
         module: GraphModule,
         floats: frozenset[Node] = frozenset(),
-        meta_as: torch.device | None = None,
         memory: Memory | None = None,
     ) -> None:
         super().__init__(module)
-        self.meta_as, self.memory = meta_as, memory or Memory()
+        self.memory = memory or Memory()
         self.items = {u for n in floats for u in n.users}
         self.autocasts: list[torch.autocast] = []
 
@@ -123,14 +121,6 @@ class Retrace(Interpreter):
             raise HookError("a hook on the gradient of a value is registered in the forward", n)
         return result
 
-    def fetch_args_kwargs_from_env(self, n: Node) -> tuple[tuple, dict]:
-        """The arguments of a node, with `meta_as` in the place of the meta device."""
-        args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if self.meta_as is None:
-            return args, kwargs
-        on_meta = lambda v: isinstance(v, torch.device) and v.type == "meta"  # noqa: E731
-        return pytree.tree_map(lambda v: self.meta_as if on_meta(v) else v, (args, kwargs))
-
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call an op. A checkpointed region is traced through; a custom autograd function becomes one node.
 
@@ -140,7 +130,7 @@ class Retrace(Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
             given = self.memory.versions(args[1:])
-            result = Retrace(args[0], meta_as=self.meta_as, memory=self.memory).run(*args[1:])
+            result = Retrace(args[0], memory=self.memory).run(*args[1:])
             if any(v.tensor._version != v.number for v in given):
                 raise MutationError(
                     "a checkpointed region changes what it is given, which eager changes once more when it "

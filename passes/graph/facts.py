@@ -386,7 +386,6 @@ class CapturedGraph:
         written: placeholders of inputs that the model changes in place. Their new values are the graph's last
             outputs; the graph itself changes nothing.
         laid_out: placeholders that are taken to be contiguous, whatever the input is.
-        placeless: some inputs are on the meta device: where they will be is not known.
     """
 
     module: torch.fx.GraphModule
@@ -399,4 +398,3 @@ class CapturedGraph:
     opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
     written: list[torch.fx.Node] = field(default_factory=list)
     laid_out: set[torch.fx.Node] = field(default_factory=set)
-    placeless: bool = False

@@ -31,21 +31,18 @@ from ..graph.tracing import trace
 from .refused_effects import refuse_effects, refuse_regions, refuse_strides, refuse_transforms
 
 
-def _fake_input(
-    value: object, table: SymbolTable, mode: FakeTensorMode, meta_as: torch.device | None
-) -> object:
+def _fake_input(value: object, table: SymbolTable, mode: FakeTensorMode) -> object:
     if isinstance(value, torch.SymInt):
         return table.translate(value)
     if not isinstance(value, torch.Tensor):
         return value
     shape = [table.translate(s) for s in value.shape]  # sizes get their symbols first
-    device = meta_as if meta_as is not None and value.is_meta else value.device
     with mode:
         if table.lengths is not None and has_own_strides(value, table.lengths):
-            fake = torch.empty(shape, dtype=value.dtype, device=device)
+            fake = torch.empty(shape, dtype=value.dtype, device=value.device)
         else:
             stride = [table.translate(s) for s in value.stride()]
-            fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+            fake = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
         return fake.requires_grad_(value.requires_grad)
 
 
@@ -66,7 +63,6 @@ def capture(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[object],
     lengths: Lengths | None = None,
-    meta_as: torch.device | None = None,
 ) -> CapturedGraph:
     """Retrace a Dynamo graph to pre-dispatch ATen under a fake mode of its own.
 
@@ -78,8 +74,6 @@ def capture(
         module: what Dynamo hands to a backend.
         example_inputs: its inputs (real or fake tensors, ints, SymInts).
         lengths: which sizes are the sequence length; None keeps every symbol apart.
-        meta_as: device on which tensors of the meta device are taken to be, so that the graph has the ops of
-            that device; None leaves them on meta.
     """
     refuse_transforms(module)
     mode = new_fake_mode()
@@ -87,17 +81,16 @@ def capture(
     table = SymbolTable(mode.shape_env, lengths)
     nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
     examples = [n.meta.get("example_value", e) for n, e in zip(nodes, example_inputs, strict=True)]
-    make_inputs = lambda: [_fake_input(value, table, mode, meta_as) for value in examples]  # noqa: E731
+    make_inputs = lambda: [_fake_input(value, table, mode) for value in examples]  # noqa: E731
     inputs = make_inputs()
-    traced, written = _trace(module, mode, make_inputs, meta_as)
+    traced, written = _trace(module, mode, make_inputs)
     for graph_module in (module, traced):
         refuse_effects(graph_module)
     refuse_regions(traced.graph.nodes)
     refuse_strides(traced.graph.nodes)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
-        return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True), meta_as)
-    placeless = any(isinstance(v, torch.Tensor) and v.is_meta for v in example_inputs)
-    result = CapturedGraph(traced, autocast=is_autocast_on(traced), placeless=placeless)
+        return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True))
+    result = CapturedGraph(traced, autocast=is_autocast_on(traced))
     result.guards = [guard.expr for guard in mode.shape_env.guards]
     result.values = table.values()
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -123,7 +116,6 @@ def _trace(
     module: torch.fx.GraphModule,
     mode: FakeTensorMode,
     make_inputs: Callable[[], list[object]],
-    meta_as: torch.device | None,
 ) -> tuple[torch.fx.GraphModule, list[int]]:
     """The graph without changes in place, and the positions of the inputs whose new values it returns last.
 
@@ -137,7 +129,7 @@ def _trace(
     with mode, fx_traceback.preserve_node_meta():
         inputs = make_inputs()
         memory.see(inputs)
-        run = Retrace(module, floats, meta_as, memory).run
+        run = Retrace(module, floats, memory).run
         try:
             traced = trace(run, *inputs, pre_dispatch=True)
         except RuntimeError as error:
@@ -149,7 +141,7 @@ def _trace(
         if not (memory.changed or any(map(changes_something, nodes)) or changes_inside(nodes)):
             return traced, []
         memory, written = Memory(), list[int]()
-        run = functional(Retrace(module, floats, meta_as, memory).run, memory, written)
+        run = functional(Retrace(module, floats, memory).run, memory, written)
         try:
             traced = trace(run, *make_inputs(), pre_dispatch=True)
         except NotPureError:

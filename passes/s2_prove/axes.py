@@ -43,7 +43,6 @@ def axes(captured: CapturedGraph) -> Facts:
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     facts.written, facts.laid_out = captured.written, captured.laid_out
-    facts.placeless = captured.placeless
     context, gradients = RuleContext(facts), GradientEdges(facts.values)
     for node in facts.nodes:
         if node.op == "output":
