@@ -39,7 +39,7 @@ def signature(facts: Facts, piece: Segment) -> str:
             parts.append(("square", node.name))
             continue
         args = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _reference(facts, number, n))
-        parts.append((str(node.target), str(args), _value(node), str(facts.layouts.get(node))))
+        parts.append((str(node.target), str(args), _value(node), _layout(facts, number, node)))
     parts += [tuple(number[n] for n in piece.outputs), tuple(n in facts.needs_grad for n in piece.outputs)]
     for mixing in piece.mixings:
         parts.append((mixing.reach, str(mixing.window), mixing.mask.name if mixing.mask else None))
@@ -56,6 +56,12 @@ def _reference(facts: Facts, number: dict[Node, int], node: Node) -> str:
     if facts.kinds[node] is Kind.SIZE:
         return f"<{node.meta['val']}>"
     return f"%{number.get(node, node.name)}"
+
+
+def _layout(facts: Facts, number: dict[Node, int], node: Node) -> tuple:
+    """The layout of a value; the sort that orders a dim counts by its place in the segment."""
+    axes = facts.layouts.get(node, ())
+    return tuple(a and (str(a), a.order and number.get(a.order, a.order.name)) for a in axes)
 
 
 def _value(node: Node) -> tuple:
