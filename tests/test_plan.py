@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import streambp_fx
+from benchmarks.families.configs import build
 from streambp_fx import PlanError
 from streambp_fx.cli import main
 from streambp_fx.commands import published
@@ -83,10 +84,35 @@ def test_adapters_have_gradients_and_the_rest_has_none(folder: Path) -> None:
 
 
 def test_configs_by_name() -> None:
-    assert known_models() == ["Llama-3.1-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-4B", "Qwen3-8B"]
-    # parameters as published: 8.19 and 8.03 thousand million
-    for name, count in (("Qwen/Qwen3-8B", 8_190_735_360), ("Llama-3.1-8B", 8_030_261_248)):
+    # as published; those of DeepSeek-V3 without its 14,848 biases of the routing, which are buffers,
+    # and those of Qwen3-Next without the layer that looks ahead
+    counts = {
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "Llama-3.1-8B": 8_030_261_248,
+        "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+        "openai/gpt-oss-20b": 20_914_757_184,
+        "gpt-oss-120b": 116_829_156_672,
+        "Qwen3-Next-80B-A3B": 79_674_391_296,
+        "DeepSeek-V3": 671_026_404_352,
+        "mamba2-2.7b": 2_702_599_680,
+    }
+    others = {"Qwen3-4B", "Qwen3-14B", "Qwen3-32B"}
+    assert set(known_models()) == {n.split("/")[-1] for n in counts} | others
+    for name, count in counts.items():
         assert sum(p.numel() for p in model_on_meta(name).parameters()) == count
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"])
+def test_a_model_on_the_meta_device_is_planned_as_it_is_on_the_cpu(family: str) -> None:
+    """Its code chooses ops by the device of its tensors."""
+    with torch.device("meta"):
+        placeless = build(family)
+    given: dict[str, Any] = {"seq_len": 200, "batch_size": 2, "chunk": 32}
+    found, want = streambp_fx.explain(placeless, **given), streambp_fx.explain(build(family), **given)
+    assert all(p.is_meta for p in placeless.parameters())
+    assert found.cost.peak_expression() == want.cost.peak_expression()
+    assert found.cost.flops_expression() == want.cost.flops_expression()
+    assert [s.chunked for s in found.segments] == [s.chunked for s in want.segments]
 
 
 @pytest.mark.parametrize(
