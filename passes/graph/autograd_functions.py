@@ -8,6 +8,7 @@ numerically better formula would be lost without a word. So the function stays o
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import torch
@@ -42,12 +43,14 @@ class CustomFunction:
 
     Attributes:
         draws: forward or backward draw random numbers, or may do so.
+        content: the same for functions that do the same.
     """
 
     def __init__(self, forward: GraphModule, backward: GraphModule, options: dict[str, Any]) -> None:
         self.forward, self.backward = forward, backward
         self.frozen = tuple(options.get("non_differentiable_idx", ()))
         self.draws = True
+        self.content = repr((_content(forward), _content(backward), options))
         self.__name__ = self.__qualname__ = f"custom_function_{next(_count)}"
         self.__module__ = __name__
 
@@ -72,6 +75,20 @@ class CustomFunction:
                 return Interpreter(backward).run(*gradients, *saved)
 
         return Apply.apply(*args)
+
+
+def _content(module: GraphModule) -> list[Any]:
+    """The ops of a graph without their names; tensors in it count by identity."""
+    number = {n: f"%{k}" for k, n in enumerate(module.graph.nodes)}
+    found: list[Any] = []
+    for node in module.graph.nodes:
+        target = node.target if node.op.startswith("call") else node.op
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(module)
+            target = _content(value) if isinstance(value, GraphModule) else id(value)
+        given = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: number[n])
+        found.append((node.op, target, given))
+    return found
 
 
 class Retrace(Interpreter):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..graph.autograd_functions import CustomFunction
 from ..graph.facts import Facts, Kind, Segment, tensors_of
 from .segment import closure
 
@@ -39,7 +40,7 @@ def signature(facts: Facts, piece: Segment) -> str:
             parts.append(("square", node.name))
             continue
         args = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _reference(facts, number, n))
-        parts.append((str(node.target), str(args), _value(node), _layout(facts, number, node)))
+        parts.append((_target(node), str(args), _value(node), _layout(facts, number, node)))
     parts += [tuple(number[n] for n in piece.outputs), tuple(n in facts.needs_grad for n in piece.outputs)]
     for mixing in piece.mixings:
         parts.append((mixing.reach, str(mixing.window), mixing.mask.name if mixing.mask else None))
@@ -58,9 +59,14 @@ def _reference(facts: Facts, number: dict[Node, int], node: Node) -> str:
     return f"%{number.get(node, node.name)}"
 
 
+def _target(node: Node) -> str:
+    """What a node does: a custom function counts by its graphs."""
+    return node.target.content if isinstance(node.target, CustomFunction) else str(node.target)
+
+
 def _layout(facts: Facts, number: dict[Node, int], node: Node) -> tuple:
     """The layout of a value; the sort that orders a dim counts by its place in the segment."""
-    axes = facts.layouts.get(node, ())
+    axes = facts.layouts.get(node) or ()
     return tuple(a and (str(a), a.order and number.get(a.order, a.order.name)) for a in axes)
 
 
