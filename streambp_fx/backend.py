@@ -24,6 +24,7 @@ from .dynamo.live_objects import Registry
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.this_backend import MARK, modules_of_frame
 from .errors import CompileError, StreamBPWarning
+from .models.recorded_outputs import trace_recorders
 from .models.recurrences import declare_recurrences
 from .options import Options
 from .passes import PassError, analyze
@@ -79,6 +80,7 @@ def streambp(
 
 
 setattr(streambp, MARK, True)
+trace_recorders()
 
 
 def compile_graph(

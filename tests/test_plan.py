@@ -102,7 +102,10 @@ def test_configs_by_name() -> None:
         assert sum(p.numel() for p in model_on_meta(name).parameters()) == count
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"])
+@pytest.mark.parametrize(
+    "family",
+    ["granitemoe", "mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", "qwen3_next"))],
+)
 def test_a_model_on_the_meta_device_is_planned_as_it_is_on_the_cpu(family: str) -> None:
     """Its code chooses ops by the device of its tensors."""
     with torch.device("meta"):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .copied_functions import copy_of
+
 
 def lengthens_sequence(model: nn.Module) -> bool:
     """True for an adapter that puts virtual tokens before the sequence (prompt tuning and its like).
@@ -37,7 +39,7 @@ def _plain_weights_as_they_are(original: types.FunctionType) -> None:
     """NOTE [weights that are not quantised]: PEFT tells them by text operations on the name of their class,
     which Dynamo does not know. In a graph, a plain parameter is returned at once; any other goes to PEFT.
     """
-    copied = types.FunctionType(original.__code__, original.__globals__, original.__name__)
+    copied = copy_of(original)
 
     def weight_of(module: Any) -> Any:
         if type(module.weight) is nn.Parameter and not hasattr(module, "W_q"):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainer_runs import (
     Make,
+    build,
     check,
     classifier,
     dpo,
+    experts,
     grpo,
     hf,
+    hybrid,
     kto,
     lora,
     on_disk,
@@ -21,6 +25,7 @@ from trainer_runs import (
     sft_chat,
     sft_completion,
 )
+from transformers import AutoModelForCausalLM
 
 # Trainers of TRL switch checkpointing on, and the user is told who does it now.
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing is on as well")
@@ -39,6 +44,29 @@ def test_grpo(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reward_model(tmp_path: Path) -> None:
     check(reward, tmp_path, classifier)
+
+
+@pytest.mark.parametrize(
+    ("make", "family"),
+    [
+        (dpo, experts),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in ((sft, experts), (sft, hybrid), (dpo, hybrid))
+        ),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_experts_and_a_recurrence(make: Make, family: Any, tmp_path: Path) -> None:
+    check(make, tmp_path, functools.partial(build, make=family), layers=2 if family is experts else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [experts, hybrid], ids=lambda f: f.__name__)
+def test_grpo_of_another_family(family: Any, tmp_path: Path) -> None:
+    build(make=family).save_pretrained(tmp_path / "model")
+    factory = lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "model").train()  # noqa: E731
+    check(grpo, tmp_path, factory, beta=0.1, layers=2 if family is experts else 3)
 
 
 # ---- the callback, which also streams TRL's loss head

@@ -21,6 +21,8 @@ from transformers import (
     DataCollatorForSeq2Seq,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -64,11 +66,28 @@ def config(**over: Any) -> LlamaConfig:
     })  # fmt: skip
 
 
-def build(auto: Any = AutoModelForCausalLM, seed: int = 0, **over: Any) -> Any:
+def experts(**over: Any) -> Qwen3MoeConfig:
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    return Qwen3MoeConfig(**{**config().to_dict(), "model_type": "qwen3_moe", **own, **over})
+
+
+def hybrid(**over: Any) -> Qwen3NextConfig:
+    """A layer with a recurrence, and one with attention; both have experts."""
+    own = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 24,
+    }  # fmt: skip
+    return Qwen3NextConfig(**{**experts().to_dict(), "model_type": "qwen3_next", **own, **over})
+
+
+def build(
+    auto: Any = AutoModelForCausalLM, seed: int = 0, make: Callable[..., Any] = config, **over: Any
+) -> Any:
     """A tiny model; the same arguments give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = auto.from_config(config(**over))
+        made = auto.from_config(make(**over))
         for parameter in made.parameters():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
     return made.train()
@@ -279,9 +298,19 @@ def assert_same(got: Run, want: Run, metrics: float = 1e-5, parameters: float = 
 
 
 def check(
-    make: Make, folder: Path, factory: Callable[[], Any] = build, how: str = "transform", **over: Any
+    make: Make,
+    folder: Path,
+    factory: Callable[[], Any] = build,
+    how: str = "transform",
+    layers: int = 2,
+    **over: Any,
 ) -> Run:
-    """A streamed run is the unstreamed one, and it was streamed: all segments, layer by layer."""
+    """A streamed run is the unstreamed one, and it was streamed: all segments, layer by layer.
+
+    Args:
+        make, folder, factory, how, over: see `train`.
+        layers: segments of layers that there are.
+    """
     want = train(make, factory, folder / "unstreamed", None, **over)
     got = train(make, factory, folder / "streamed", how, **over)
     start = dict(factory().named_parameters())
@@ -289,12 +318,12 @@ def check(
     assert moved, "nothing was trained"
     assert_same(got, want)
     if how == "transform":
-        assert_streamed(got.model)
+        assert_streamed(got.model, layers)
     return got
 
 
-def assert_streamed(model: Any) -> None:
+def assert_streamed(model: Any, layers: int = 2) -> None:
     schedule = streambp_fx.schedule(model)
     assert schedule is not None, "nothing was compiled"
     assert not [s.reason for s in schedule.segments if not s.chunked], str(schedule)
-    assert sum(s.kind == "layer" for s in schedule.segments) == 2, str(schedule)
+    assert sum(s.kind == "layer" for s in schedule.segments) == layers, str(schedule)

@@ -11,6 +11,7 @@ import sys
 import types
 from typing import Any
 
+from ..copied_functions import copy_of
 from .trl import PLAIN_FORMS
 
 
@@ -22,8 +23,7 @@ def in_plain_pytorch(forward: Any) -> Any:
     function = getattr(forward, "__func__", forward)
     # without its name Dynamo does not look for the globals in the module of that name
     names = {k: v for k, v in function.__globals__.items() if k != "__name__"} | forms
-    made = types.FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
+    made = copy_of(function, names)
     return types.MethodType(made, forward.__self__) if isinstance(forward, types.MethodType) else made
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...passes.graph.recurrence import RECURRENCES, Recurrence
+from ..copied_functions import copy_of
 from .delta_rule import delta_rule
 from .interface import Interface, Operands, is_known, is_plain
 from .selective_scan import SELECTIVE_SCAN
@@ -70,16 +71,8 @@ def _declare(function: types.FunctionType, interface: Interface) -> bool:
     if fault:
         log.info("%s is not captured as a recurrence: %s", name, fault)
         return False
-    same = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    same.__kwdefaults__ = function.__kwdefaults__
     RECURRENCES[name] = known
-    stands_in = interface.captured(name, same, is_plain(function))
+    stands_in = interface.captured(name, copy_of(function), is_plain(function))
     torch.compiler.substitute_in_graph(function)(stands_in)
     log.info("%s is captured as a recurrence", name)
     return True
