@@ -76,7 +76,7 @@ def hybrid(**over: Any) -> Qwen3NextConfig:
     own = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-        "shared_expert_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24, "num_experts": 4,
     }  # fmt: skip
     return Qwen3NextConfig(**{**experts().to_dict(), "model_type": "qwen3_next", **own, **over})
 
