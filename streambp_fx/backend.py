@@ -24,6 +24,7 @@ from .dynamo.live_objects import Registry
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.this_backend import MARK, modules_of_frame
 from .errors import CompileError, StreamBPWarning
+from .models.experts import declare_experts
 from .models.recorded_outputs import trace_recorders
 from .models.recurrences import declare_recurrences
 from .options import Options
@@ -74,8 +75,9 @@ def streambp(
         CompileError: a pass failed.
     """
     parsed = Options.parse({"logits": "lazy", **(options or {})})
-    if declare_recurrences(modules_of_frame()):
-        trace_again("recurrences as ops")
+    modules = list(modules_of_frame())
+    if declare_recurrences(modules) | declare_experts(modules):
+        trace_again("recurrences as ops, and experts as products")
     return compile_graph(module, example_inputs, parsed)
 
 

@@ -41,6 +41,7 @@ from .models.arguments import (
     without_cache,
 )
 from .models.checkpointing import TakeOver, layers_checkpointed, layers_of, may_be_checkpointed
+from .models.experts import declare_experts
 from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
 from .models.plain_forms import in_plain_pytorch
 from .models.recurrences import declare_recurrences
@@ -297,6 +298,7 @@ class StreamedForward:
             return without_logits(self.captured(*positional.values(), **keywords), dropped)
 
         prepare_tracing()
+        declare_experts(self.model.modules())
         declare_recurrences(self.model.modules())
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__

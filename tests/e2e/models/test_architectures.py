@@ -14,10 +14,14 @@ import pytest
 import torch
 from e2e_check import assert_all_chunked, compare, in_double, step, total_error, transform
 from e2e_models import perturb, sample
+from torch import Tensor
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import streambp_fx
 from benchmarks.families.configs import build, families
 from benchmarks.families.worker import PADS, batch, plain_experts
+from streambp_fx.models.experts import declare_experts
 
 # What has to be streamed whole: by architecture, one of each by default.
 EXPERTS = (
@@ -64,6 +68,46 @@ def test_streamed_whole(family: str) -> None:
         transform(streamed)
         compare(eager, streamed, BATCHES, 1e-9)
     assert_all_chunked(streamed, at_least=4)
+
+
+FORMS = [
+    (form, family) for form in ("eager", "batched_mm") for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
+]
+
+
+@pytest.mark.parametrize(("form", "family"), sample(FORMS, FORMS[0]))
+def test_other_forms_of_experts(form: str, family: str) -> None:
+    """A loop over the experts that are hit has no graph, and is captured as the product that it equals."""
+    with in_double(functools.partial(model_of, family)):
+        streamed = model_of(family)
+        eager = copy.deepcopy(streamed)
+        plain_experts(eager)
+        for module in streamed.modules():
+            if hasattr(getattr(module, "config", None), "_experts_implementation"):
+                module.config._experts_implementation = form
+        transform(streamed)
+        compare(eager, streamed, BATCHES, 1e-9)
+    assert_all_chunked(streamed, at_least=4)
+
+
+@use_experts_implementation
+class OthersExperts(Qwen3MoeExperts):
+    """Somebody's experts: their loop is another function than the products by the same name."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        loop = Qwen3MoeExperts.forward.__wrapped__  # type: ignore[attr-defined]
+        return 2 * loop(self, hidden_states, top_k_index, top_k_weights)
+
+
+def test_a_loop_of_somebody_else_stays_a_loop() -> None:
+    model = model_of("qwen3_moe")
+    plain_experts(model)
+    model.model.layers[0].mlp.experts.__class__ = OthersExperts
+    eager = copy.deepcopy(model)
+    assert not declare_experts([model.model.layers[0].mlp.experts])
+    transform(model)
+    (_, got), (_, want) = (step(m, batch(37, (0, 0))) for m in (model, eager))
+    assert total_error([(got, want)]) < 1e-12
 
 
 def test_experts_in_bfloat16() -> None:
