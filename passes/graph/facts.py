@@ -24,7 +24,7 @@ class Kind(enum.Enum):
     WHOLE = "whole"  # depends on no parameter, at most linear in the sequence: computed once, sliced
     SQUARE = "square"  # depends on no parameter, sequence x sequence (a mask): built block by block
     STREAM = "stream"  # depends on parameters and carries the sequence: streamed
-    REDUCED = "reduced"  # depends on streamed values but no longer carries the sequence
+    REDUCED = "reduced"  # made of streamed values, or a context, but does not carry the sequence
 
 
 class Role(enum.Enum):
@@ -228,6 +228,7 @@ class Facts:
     segments: list[Segment] = field(default_factory=list)
     epilogue: list[Node] = field(default_factory=list)
     lazy: dict[int, Node] = field(default_factory=dict)
+    context: set[Node] = field(default_factory=set)  # of reduced values, those that no row goes into
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
 
     @property

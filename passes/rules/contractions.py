@@ -121,12 +121,28 @@ def causal_convolution(ctx: RuleContext, node: Node) -> Layout:
     return layout
 
 
+def _attention_to_context(ctx: RuleContext, call: dict[str, Any], query: Layout) -> Layout:
+    """Each row of the queries reads keys and values that are no rows, under its own row of the mask."""
+    mask = call["attn_mask"]
+    if call["is_causal"] or call["dropout_p"] != 0.0:
+        raise NotSeparable("an attention to a context depends on the numbers of rows, or draws numbers")
+    forbid(query, [len(query) - 1], "the scores of an attention sum over")
+    if isinstance(mask, Node):
+        merged: list[Axis | None] = list(query)
+        merge_aligned(merged, ctx.layout(mask), shape_of(mask))
+        if tuple(merged) != query:
+            raise NotSeparable("the mask of an attention to a context has rows where the queries have none")
+    return query
+
+
 @rule(aten.scaled_dot_product_attention.default)
 def attention(ctx: RuleContext, node: Node) -> Layout:
     """Row i of the queries reads columns of keys and values, as far as the mask allows."""
     call = sdpa_arguments(node)
     query, key, value, mask = (call[k] for k in ("query", "key", "value", "attn_mask"))
     layouts = [ctx.layout(n) for n in (query, key, value)]
+    if not any(ctx.facts.carries(n) for n in (key, value)):
+        return _attention_to_context(ctx, call, layouts[0])
     expected = (*(None,) * (ctx.rank(node) - 2), Axis(), None)
     for name, layout in zip(("query", "key", "value"), layouts, strict=True):
         if layout != expected:

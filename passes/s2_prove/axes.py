@@ -6,6 +6,7 @@ that happens to equal the sequence length says nothing: the sequence is a symbol
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -147,11 +148,32 @@ def _kind(facts: Facts, node: Node) -> Kind:
             return Kind.STREAM if degree else Kind.CONSTANT
         return Kind.WHOLE if degree < 2 else Kind.SQUARE
     kinds = {facts.kinds[n] for n in operands(node)}
+    if degree and kinds & {Kind.STREAM, Kind.REDUCED, Kind.CONSTANT}:
+        return Kind.STREAM
+    if _is_context(facts, node, kinds):
+        facts.context.add(node)
+        return Kind.REDUCED
     if kinds & {Kind.STREAM, Kind.REDUCED}:
-        return Kind.STREAM if degree else Kind.REDUCED
+        return Kind.REDUCED
     if Kind.CONSTANT in kinds:
-        return Kind.STREAM if degree else Kind.CONSTANT
+        return Kind.CONSTANT
     return Kind.SQUARE if degree > 1 or Kind.SQUARE in kinds else Kind.WHOLE
+
+
+def _is_context(facts: Facts, node: Node, kinds: set[Kind]) -> bool:
+    """True for a value without the sequence that is worked out of parameters and of other inputs.
+
+    NOTE [context]: what an encoder gives, or the tower of a picture, is read by rows of the sequence and
+    has none of its own. A weight that is scaled is as cheap to make anew in each chunk as to read; a tower
+    is not. What tells them apart is an op of parameters and data that is neither elementwise nor a view.
+    Such a value, and all that is made of it without the sequence, is made once, before what reads it.
+    """
+    if kinds & {Kind.STREAM, Kind.REDUCED}:
+        reduced = [n for n in operands(node) if facts.kinds[n] is Kind.REDUCED]
+        return Kind.STREAM not in kinds and facts.context.issuperset(reduced)
+    target = node.target
+    cheap = torch.Tag.pointwise in getattr(target, "tags", ()) or getattr(target, "is_view", False)
+    return {Kind.CONSTANT, Kind.WHOLE} <= kinds and not cheap
 
 
 def custom_layout(context: RuleContext, node: Node) -> Layout:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, operands
-from .segment import is_product, row_bytes
+from .segment import is_product, is_reduction, row_bytes
 
 
 def lazy_outputs(facts: Facts, logits: str) -> Facts:
@@ -21,7 +21,7 @@ def lazy_outputs(facts: Facts, logits: str) -> Facts:
         logits: "keep" leaves every output as it is.
     """
     output, values = facts.module.graph.output_node(), facts.results
-    losses = [n for n in values if isinstance(n, Node) and facts.kinds.get(n) is Kind.REDUCED]
+    losses = [n for n in values if isinstance(n, Node) and is_reduction(facts, n)]
     if logits == "keep" or not any(n in facts.needs_grad for n in losses):
         return facts
     for position, node in enumerate(facts.outputs):

@@ -94,7 +94,7 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
 def _looks_up(facts: Facts, segment: Segment) -> bool:
     """True for rows that come out of tables and pointwise ops, and are made of no other segment's rows."""
     cheap = {torch.ops.aten.embedding.default, *ALIGNED, *VIEW_ONLY}
-    known = {Kind.STREAM, Kind.CONSTANT}
+    known = {Kind.STREAM, Kind.CONSTANT, Kind.REDUCED}
     computed = [n for n in segment.nodes if facts.kinds.get(n) in known]
     made = {n for s in facts.segments for n in s.outputs}
     return not made.intersection(segment.rows) and all(n.target in cheap for n in computed)

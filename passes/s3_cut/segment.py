@@ -20,6 +20,7 @@ from ..graph.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
 from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
+from .context_cuts import context_cuts
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
 # levels of mixing then share a segment.
@@ -53,9 +54,13 @@ def _streamed(facts: Facts) -> list[Node]:
             feeds.add(node)
         if facts.kinds.get(node) is Kind.STREAM or node in feeds:
             feeds.update(n for n in operands(node) if facts.kinds[n] is Kind.REDUCED)
-    return [
+    order = [
         n for n in facts.nodes if n.op == "call_function" and (facts.kinds[n] is Kind.STREAM or n in feeds)
     ]
+    # a context comes before the rows that read it; what a later layer makes of it, that layer makes
+    position = {n: k for k, n in enumerate(order)}
+    first = next((k for n, k in position.items() if n in facts.mixings), len(order))
+    return sorted(order, key=lambda n: n not in facts.context or position[n] > first)
 
 
 def row_axis(facts: Facts, node: Node) -> tuple[int, Axis] | None:
@@ -102,7 +107,7 @@ def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
     barred = [0.0] * (end + 2)
     sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
     for node in (*sources, *order):
-        if not tensors_of(node):
+        if not tensors_of(node) or node in facts.context:  # that is held anyway, and not by rows
             continue
         born = position.get(node, -1) + 1
         uses = [position.get(u, end) for u in node.users if u.op != "output"]
@@ -127,13 +132,18 @@ def _stops(facts: Facts, order: list[Node]) -> list[int]:
         k
         for k, n in enumerate(order)
         if n in facts.mixings or n in facts.refusals or n in facts.slices
-        or facts.layouts.get(n) is None or facts.kinds[n] is Kind.REDUCED
+        or facts.layouts.get(n) is None or is_reduction(facts, n)
     ]  # fmt: skip
 
 
 def _contracts(facts: Facts, piece: Segment) -> bool:
     """True if a segment multiplies by a parameter. One that does not (an embedding) is run whole."""
     return any(is_product(facts, n) for n in piece.nodes)
+
+
+def is_reduction(facts: Facts, node: Node) -> bool:
+    """True for a value without the sequence that streamed rows go into, as a loss."""
+    return facts.kinds.get(node) is Kind.REDUCED and node not in facts.context
 
 
 def is_product(facts: Facts, node: Node) -> bool:
@@ -149,7 +159,7 @@ def _head(facts: Facts, order: list[Node], after: int) -> int | None:
     decoder layer that was captured alone is neither.
     """
     found = next((k for k in range(len(order) - 1, after, -1) if is_product(facts, order[k])), None)
-    if found is None or any(facts.kinds.get(n) is Kind.REDUCED for n in facts.nodes):
+    if found is None or any(is_reduction(facts, n) for n in facts.nodes):
         return found
     sources = [n for n in operands(order[found]) if facts.kinds[n] is Kind.STREAM]
     wide = all(row_bytes(facts, order[found]) > row_bytes(facts, n) for n in sources)
@@ -186,7 +196,7 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     cuts = sorted({*cuts, *(p for p in around if not math.isinf(costs[p]))} - {0, len(order)})
     epilogue_at, returned = _epilogue(facts, order, costs, head, cuts), shown(facts)
     behind = {k + 1 for k, n in enumerate(order[:epilogue_at]) if n in returned and costs[k + 1] < math.inf}
-    return sorted({*cuts, *behind}), epilogue_at
+    return sorted({*cuts, *behind, *context_cuts(facts, order[:epilogue_at])} - {epilogue_at}), epilogue_at
 
 
 def _gaps(facts: Facts, order: list[Node], start: int, stop: int) -> list[tuple[int, int, bool]]:
@@ -230,7 +240,7 @@ def _epilogue(facts: Facts, order: list[Node], costs: list[float], head: int | N
 
     It runs as ordinary autograd on values of a few numbers a row. Without a reduction there is none.
     """
-    reduced = [n for n in facts.nodes if facts.kinds.get(n) is Kind.REDUCED and n not in set(order)]
+    reduced = [n for n in facts.nodes if is_reduction(facts, n) and n not in set(order)]
     start = (head if head is not None else (cuts[-1] if cuts else 0)) + 1
     if not reduced or start > len(order):
         return len(order)
@@ -303,7 +313,8 @@ def _is_chained(facts: Facts, piece: Segment) -> bool:
 
 def _judge(facts: Facts, piece: Segment) -> None:
     """Decide whether a segment can be chunked, and how far its rows reach."""
-    if len(piece.nodes) == 1 and piece.nodes[0] in facts.slices:
+    alone = len(piece.nodes) == 1 and piece.nodes[0] in facts.slices
+    if alone or facts.context.issuperset(piece.nodes):
         piece.kind = "whole"
         return
     for node in piece.nodes:

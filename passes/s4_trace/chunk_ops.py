@@ -195,6 +195,8 @@ def baddbmm(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Tensor:
     """By blocks where the mask is plain causal, else under the chunk's own rows of the mask."""
+    if node not in run.facts.mixings:  # keys and values are no rows of the sequence
+        return run.call(node, role, None)
     call = sdpa_arguments(node)
     query = run.operand(call["query"], role)
     mask_node = call["attn_mask"]

@@ -185,6 +185,10 @@ def _one_off(
 def _named(
     tensors: list[tuple[Node, torch.Tensor]], seq_dim: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, set[int]]]:
+    """The dims that the user names, and those of other inputs that are as long: labels, a mask.
+
+    Where these meet the tokens, a constant length makes that of the tokens a constant.
+    """
     found = []
     for name, dim in seq_dim.items():
         for node, value in tensors:
@@ -195,4 +199,7 @@ def _named(
                 raise ValueError(f"seq_dim[{name!r}] is {dim}, but the input has the shape {shape}")
             if value.shape[dim] > 1:
                 found.append((value, {dim % value.dim()}))
-    return _with_samples(found)
+    lengths = {value.shape[d] for value, dims in found for d in dims}
+    others = [v for n, v in tensors if not any(is_called(n, name) for name in seq_dim)]
+    same = [(v, {d for d, size in enumerate(v.shape) if size in lengths}) for v in others]
+    return _with_samples([*found, *((v, dims) for v, dims in same if dims)])

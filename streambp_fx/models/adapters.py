@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .copied_functions import copy_of
+from ..dynamo.copied_functions import copy_of
 
 
 def lengthens_sequence(model: nn.Module) -> bool:

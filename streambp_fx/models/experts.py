@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dynamo.copied_functions import copy_of
 from ..dynamo.this_backend import is_traced_for_us
-from .copied_functions import copy_of
 
 log = logging.getLogger(__name__)
 FORMS = "transformers.integrations.moe"

@@ -13,8 +13,8 @@ import types
 import torch
 from torch import nn
 
+from ..dynamo.copied_functions import copy_of
 from ..dynamo.this_backend import is_traced_for_us
-from .copied_functions import copy_of
 
 RECORDING = "transformers.utils.output_capturing"
 

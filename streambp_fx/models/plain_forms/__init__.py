@@ -11,7 +11,7 @@ import sys
 import types
 from typing import Any
 
-from ..copied_functions import copy_of
+from ...dynamo.copied_functions import copy_of
 from .trl import PLAIN_FORMS
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ...dynamo.copied_functions import copy_of
 from ...passes.graph.recurrence import RECURRENCES, Recurrence
-from ..copied_functions import copy_of
 from .delta_rule import delta_rule
 from .interface import Interface, Operands, is_known, is_plain
 from .selective_scan import SELECTIVE_SCAN

@@ -1,0 +1,50 @@
+"""context_cuts: where a context is cut, so that it is computed again piece by piece in the backward.
+
+A tower of layers that has no rows of the sequence (see NOTE [context] in `s2_prove.axes`) is recomputed as
+checkpointing would do it: what is kept lies between its layers, where a single value is alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import sympy
+from torch.fx import Node
+
+from ..graph.facts import Facts, expression, tensors_of
+
+
+def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
+    """Positions of cuts among the nodes of a context that `order` begins with.
+
+    Of positions side by side where one value is alive, the one where it has the fewest bytes is taken.
+    """
+    end = next((k for k, n in enumerate(order) if n not in facts.context), len(order))
+    last = _last_uses(order, end)
+    alive: set[Node] = set()
+    single: dict[int, float] = {}
+    for k, node in enumerate(order[:end]):
+        alive = {n for n in alive if last[n] > k}
+        if last[node] > k:
+            alive.add(node)
+        if len(alive) == 1:
+            single[k + 1] = _bytes(facts, next(iter(alive)))
+    runs = itertools.groupby(enumerate(single), key=lambda pair: pair[1] - pair[0])
+    return [min((k for _, k in run), key=lambda k: (single[k], -k)) for _, run in runs]
+
+
+def _last_uses(order: list[Node], end: int) -> dict[Node, int]:
+    """Of each value of a context the position of the last node that reads it; `end` if others do."""
+    position = {n: k for k, n in enumerate(order[:end])}
+    return {n: max((position.get(u, end) for u in n.users), default=k) for n, k in position.items()}
+
+
+def _bytes(facts: Facts, node: Node) -> float:
+    """Bytes of a value in the call that was captured."""
+    total = 0.0
+    for value in tensors_of(node):
+        sizes = sympy.Mul(*map(expression, value.shape))
+        total += value.element_size() * float(
+            sizes.subs({s: facts.values.get(s, 2) for s in sizes.free_symbols})
+        )
+    return total

@@ -1,0 +1,197 @@
+"""What rows of the sequence read and has no rows itself: towers of pictures, encoders, conditions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from e2e_models import sample
+from torch import Tensor, nn
+
+import streambp_fx
+
+WIDTH, VOCAB, LENGTH, CHUNK, PICTURE = 16, 61, 37, 8, 60
+STATES = 5
+
+
+class Tower(nn.Module):
+    """Layers over the states of a context, with attention among them."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, WIDTH)
+        parts = {"qkv": 3 * WIDTH, "up": WIDTH}
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(WIDTH, k) for n, k in parts.items()}) for _ in range(layers)
+        )
+
+    def forward(self, context: Tensor) -> Tensor:
+        x = self.first(context)
+        for layer in self.layers:
+            q, k, v = layer["qkv"](F.layer_norm(x, (WIDTH,))).unsqueeze(1).chunk(3, -1)
+            x = x + F.scaled_dot_product_attention(q, k, v).squeeze(1)
+            x = x + F.gelu(layer["up"](F.layer_norm(x, (WIDTH,))))
+        return x
+
+
+class Reader(nn.Module):
+    """A decoder of two layers; `read` puts the context into its rows."""
+
+    def __init__(self, read: Callable[..., Tensor], returns: bool = False) -> None:
+        super().__init__()
+        self.read, self.returns = read, returns
+        self.embedding, self.tower = nn.Embedding(VOCAB, WIDTH), Tower()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(WIDTH, k * WIDTH) for n, k in (("qkv", 3), ("kv", 2), ("out", 1))})
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, picture: Tensor, labels: Tensor) -> Any:
+        context = self.tower(picture)
+        x = self.embedding(input_ids)
+        if self.read is placed:
+            x = placed(self, x, context, input_ids)
+        for layer in self.layers:
+            q, k, v = layer["qkv"](F.layer_norm(x, (WIDTH,))).unsqueeze(1).chunk(3, -1)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+            if self.read is not placed:
+                x = x + self.read(layer, F.layer_norm(x, (WIDTH,)), context)
+            x = x + F.silu(layer["out"](F.layer_norm(x, (WIDTH,))))
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return (loss, context) if self.returns else loss
+
+
+def crossed(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    k, v = layer["kv"](context).unsqueeze(1).chunk(2, -1)
+    return F.scaled_dot_product_attention(x.unsqueeze(1), k, v).squeeze(1)
+
+
+def crossed_by_hand(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    k, v = layer["kv"](context).chunk(2, -1)
+    return (x @ k.transpose(1, 2) / 4).softmax(-1) @ v
+
+
+def added(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    """A condition of the whole sample."""
+    return x * layer["kv"](context.mean(1, keepdim=True))[..., :WIDTH]
+
+
+def placed(model: Reader, x: Tensor, context: Tensor, ids: Tensor) -> Tensor:
+    """In the places of a token, as models of pictures have it."""
+    return x.masked_scatter((ids == PICTURE).unsqueeze(-1).expand_as(x), context)
+
+
+def inputs(places: int = STATES, batch: int = 2) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, PICTURE, (batch, LENGTH))
+    ids[:, 3 : 3 + places] = PICTURE
+    labels = torch.where(ids == PICTURE, -100, ids)
+    return {"input_ids": ids, "picture": torch.randn(batch, STATES, 7).double(), "labels": labels}
+
+
+def step(model: nn.Module, call: Any, given: dict[str, Tensor]) -> Any:
+    model.zero_grad()
+    out = call(**given)
+    if isinstance(out, tuple):
+        (out[0] + (out[1] ** 2).sum()).backward()  # a gradient of what is returned as well
+        return out[0]
+    out.backward()
+    return out
+
+
+def check(eager: nn.Module, door: str, given: dict[str, Tensor], layers: int = 2) -> Any:
+    model = copy.deepcopy(eager)
+    if door == "transform":
+        call: Any = streambp_fx.transform(model, chunk=CHUNK)
+    else:
+        options = {"chunk": CHUNK, "seq_dim": {"input_ids": 1}}  # the attention of the tower is along another
+        call = torch.compile(model, backend="streambp", options=options)
+    for _ in range(2):
+        want, got = step(eager, eager, given), step(model, call, given)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
+        for (name, p), q in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+            assert (p.grad is None) == (q[1].grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(q[1].grad, p.grad, rtol=1e-8, atol=1e-12, msg=name)
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    assert all(s.chunked for s in schedule.segments), str(schedule)
+    assert sum(s.kind == "layer" for s in schedule.segments) == layers, str(schedule)
+    return schedule
+
+
+READS = [crossed, crossed_by_hand, added, placed]
+CASES = [
+    (door, read, returns) for door in ("transform", "compile") for read in READS for returns in (False, True)
+]
+KEPT = [("transform", crossed, True), ("compile", placed, False), ("transform", added, False)]
+
+
+@pytest.mark.parametrize(("door", "read", "returns"), sample(CASES, *KEPT))
+def test_a_context_is_made_once_and_read_by_rows(
+    door: str, read: Callable[..., Tensor], returns: bool
+) -> None:
+    torch.manual_seed(0)
+    schedule = check(Reader(read, returns).double().train(), door, inputs())
+    tower = [s for s in schedule.segments if s.kind == "whole"]
+    assert len(tower) >= 4, f"it is computed again layer by layer\n{schedule}"
+    assert max(len(s.nodes) for s in tower) < 20, str(schedule)
+
+
+@pytest.mark.parametrize("places", [0, STATES - 2])
+def test_fewer_places_than_rows(places: int) -> None:
+    torch.manual_seed(0)
+    check(Reader(placed).double().train(), "transform", inputs(places))
+
+
+def test_more_places_than_rows_fail_as_eager_does() -> None:
+    model = Reader(placed).double().train()
+    with pytest.raises(RuntimeError):
+        model(**inputs(STATES + 1))
+    streambp_fx.transform(model, chunk=CHUNK)
+    with pytest.raises((RuntimeError, IndexError)):
+        model(**inputs(STATES + 1)).backward()
+
+
+def llava() -> Any:
+    text = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=4),
+        text_config=transformers.LlamaConfig(**text),
+        image_token_index=96,
+        image_seq_length=16,
+        vision_feature_select_strategy="default",
+    )
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).double().train()
+
+
+def test_text_with_pictures() -> None:
+    """A model of transformers: two pictures in two samples, one of which has padding behind its text."""
+    ids = torch.randint(1, 96, (2, 45))
+    ids[0, 4:20], ids[1, 9:25], ids[1, 40:] = 96, 96, 0
+    mask, labels = (ids != 0).long(), torch.where((ids == 96) | (ids == 0), -100, ids)
+    given = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(2, 3, 16, 16).double()}
+    eager = llava()
+    model = copy.deepcopy(eager)
+    streambp_fx.transform(model, chunk=CHUNK)
+    for one in (eager, model):
+        one(**given, labels=labels, use_cache=False).loss.backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    error = sum(float((a - b).square().sum()) for a, b in pairs if a is not None) ** 0.5
+    assert error < 1e-12 * sum(float(a.square().sum()) for a, _ in pairs if a is not None) ** 0.5
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    assert [s.kind for s in schedule.segments if s.kind != "whole"] == ["layer", "layer", "rows"]
+    assert all(s.chunked for s in schedule.segments), str(schedule)
