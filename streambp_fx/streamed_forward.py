@@ -250,7 +250,7 @@ class StreamedForward:
         that a part of the batch can be run where the rest is padding (`runtime.segments.step_blocks`).
         PyTorch compiles a graph of its own for one sequence.
         """
-        self._dims = dims_of_sequence(given, self.options.seq_dim or {})
+        self._dims = dims_of_sequence(given, self.options.seq_dim or {}, self.model)
         for name, value in given.tensors():
             for dim in open_dims(name, value, self._dims):
                 torch._dynamo.maybe_mark_dynamic(value, dim)

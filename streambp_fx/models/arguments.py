@@ -18,6 +18,8 @@ from ..errors import StreamBPWarning
 # Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
 SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
 TOKENS = ("inputs_embeds", "input_ids")
+# And of the decoder of a model that has an encoder, too: its tokens are made of the labels if none are given.
+DECODER_DIMS = {"decoder_inputs_embeds": 1, "decoder_input_ids": 1, "labels": 1, "decoder_attention_mask": 1}
 # Arguments that make transformers install hooks while it runs, which Dynamo cannot capture.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions")
 DOCUMENTS_MEET = (
@@ -112,7 +114,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(str(key), inner)
 
 
-def dims_of_sequence(given: Arguments, named: Mapping[str, int]) -> dict[str, int]:
+def dims_of_sequence(given: Arguments, named: Mapping[str, int], model: nn.Module) -> dict[str, int]:
     """Dims that carry the sequence, by the name of the input.
 
     NOTE [names are a guess]: an input that is called as in transformers (`SEQUENCE_DIMS`) may be something
@@ -122,14 +124,19 @@ def dims_of_sequence(given: Arguments, named: Mapping[str, int]) -> dict[str, in
     Args:
         given: the arguments of the call.
         named: what the user said, which is not questioned.
+        model: if it has an encoder and a decoder, the sequence is that of the decoder, which the loss reads;
+            what the encoder gives is a context.
     """
-    dims = {**SEQUENCE_DIMS, **named}
+    known, tokens = SEQUENCE_DIMS, TOKENS
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not named:
+        known, tokens = DECODER_DIMS, tuple(DECODER_DIMS)
+    dims = {**known, **named}
     lengths = [
         (name, value.shape[dims[name]])
         for name, value in given.tensors()
         if name in dims and -value.dim() <= dims[name] < value.dim() and not _is_of_scores(name, value)
     ]
-    first = next((size for name, size in lengths if name in (named or TOKENS)), None)
+    first = next((size for name, size in lengths if name in (named or tokens)), None)
     alike = {name for name, size in lengths if size == first}
     return {name: dim for name, dim in dims.items() if name in alike or name in named}
 

@@ -159,6 +159,13 @@ def test_more_places_than_rows_fail_as_eager_does() -> None:
         model(**inputs(STATES + 1)).backward()
 
 
+def assert_same_gradients(eager: nn.Module, model: nn.Module) -> None:
+    pairs = [(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    error = sum(float((a - b).square().sum()) for a, b in pairs if a is not None) ** 0.5
+    assert error < 1e-12 * sum(float(a.square().sum()) for a, _ in pairs if a is not None) ** 0.5
+
+
 def llava() -> Any:
     text = {
         "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -187,11 +194,37 @@ def test_text_with_pictures() -> None:
     streambp_fx.transform(model, chunk=CHUNK)
     for one in (eager, model):
         one(**given, labels=labels, use_cache=False).loss.backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(eager.parameters(), model.parameters(), strict=True)]
-    assert all((a is None) == (b is None) for a, b in pairs)
-    error = sum(float((a - b).square().sum()) for a, b in pairs if a is not None) ** 0.5
-    assert error < 1e-12 * sum(float(a.square().sum()) for a, _ in pairs if a is not None) ** 0.5
+    assert_same_gradients(eager, model)
     schedule = streambp_fx.schedule(model)
     assert schedule is not None
     assert [s.kind for s in schedule.segments if s.kind != "whole"] == ["layer", "layer", "rows"]
     assert all(s.chunked for s in schedule.segments), str(schedule)
+
+
+def bart() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, dropout=0.0,
+        max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(config).double().train()
+
+
+@pytest.mark.parametrize("length", sample([29, 45, LENGTH], 45))
+def test_the_decoder_is_streamed(length: int) -> None:
+    """The encoder is read by each row of the decoder; it is shorter, longer, or as long."""
+    ids, labels = torch.randint(1, 97, (2, length)), torch.randint(1, 97, (2, LENGTH))
+    ids[1, -6:], labels[1, -5:] = 0, -100
+    eager = bart()
+    model = copy.deepcopy(eager)
+    streambp_fx.transform(model, chunk=CHUNK)
+    for one in (eager, model):
+        one(input_ids=ids, attention_mask=(ids != 0).long(), labels=labels).loss.backward()
+    assert_same_gradients(eager, model)
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    assert all(s.chunked for s in schedule.segments), str(schedule)
+    if length != LENGTH:
+        assert [s.kind for s in schedule.segments if s.kind != "whole"] == ["layer", "layer", "rows"]
+        assert len(schedule.segments) == 10, "the encoder is computed again in halves of layers"
