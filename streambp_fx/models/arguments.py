@@ -127,16 +127,16 @@ def dims_of_sequence(given: Arguments, named: Mapping[str, int], model: nn.Modul
         model: if it has an encoder and a decoder, the sequence is that of the decoder, which the loss reads;
             what the encoder gives is a context.
     """
-    known, tokens = SEQUENCE_DIMS, TOKENS
+    known, tokens = SEQUENCE_DIMS, list(TOKENS)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not named:
-        known, tokens = DECODER_DIMS, tuple(DECODER_DIMS)
+        known, tokens = DECODER_DIMS, list(DECODER_DIMS)
     dims = {**known, **named}
     lengths = [
         (name, value.shape[dims[name]])
         for name, value in given.tensors()
         if name in dims and -value.dim() <= dims[name] < value.dim() and not _is_of_scores(name, value)
     ]
-    first = next((size for name, size in lengths if name in (named or tokens)), None)
+    first = next((size for name, size in lengths if name in (list(named) or tokens)), None)
     alike = {name for name, size in lengths if size == first}
     return {name: dim for name, dim in dims.items() if name in alike or name in named}
 
