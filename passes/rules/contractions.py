@@ -126,6 +126,10 @@ def _attention_to_context(ctx: RuleContext, call: dict[str, Any], query: Layout)
     mask = call["attn_mask"]
     if call["is_causal"] or call["dropout_p"] != 0.0:
         raise NotSeparable("an attention to a context depends on the numbers of rows, or draws numbers")
+    if any(ctx.rank(call[name]) != ctx.rank(call["query"]) for name in ("key", "value")):
+        raise NotSeparable("an attention to a context that has other dims than the queries")
+    if call["enable_gqa"] and any(query[:-2][-1:]):
+        raise NotSeparable("the heads of an attention, which are grouped, are rows")
     forbid(query, [len(query) - 1], "the scores of an attention sum over")
     if isinstance(mask, Node):
         merged: list[Axis | None] = list(query)

@@ -84,23 +84,33 @@ def _refuse_opaque_weights(facts: Facts) -> None:
     """Raise if a value made of parameters alone may not be made anew: each chunk and segment does.
 
     Random numbers would be others each time. A backward that its author wrote would be given the gradients
-    of chunks one by one, and not their sum.
+    of chunks one by one, and not their sum. What a layer makes of a context is made by its chunks as well,
+    unless it is refused.
 
     Raises:
         NotPureError: it may not.
     """
     for node in facts.nodes:
-        if facts.kinds.get(node) is not Kind.CONSTANT or node.op != "call_function":
+        inside = node in facts.context
+        if node.op != "call_function" or not (inside or facts.kinds.get(node) is Kind.CONSTANT):
             continue
-        if is_random(node):
-            raise NotPureError("random numbers are drawn for a value that is made of parameters", node)
-        custom = isinstance(node.target, CustomFunction)
-        if custom and node in facts.needs_grad and not has_linear_backward(facts, node):
-            raise NotPureError(
-                "a custom autograd function, whose backward may not be linear, is applied to a value that is "
-                "made of parameters",
-                node,
-            )
+        reason = _why_made_once(facts, node)
+        if reason and inside:
+            facts.refusals[node] = reason
+        elif reason:
+            raise NotPureError(reason, node)
+
+
+def _why_made_once(facts: Facts, node: Node) -> str:
+    if is_random(node):
+        return "random numbers are drawn for a value that is made of parameters"
+    custom = isinstance(node.target, CustomFunction)
+    if custom and node in facts.needs_grad and not has_linear_backward(facts, node):
+        return (
+            "a custom autograd function, whose backward may not be linear, is applied to a value that is "
+            "made of parameters"
+        )
+    return ""
 
 
 def _refuse_functional_forms(facts: Facts) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 
 import sympy
+import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, expression, tensors_of
@@ -27,8 +28,8 @@ def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
         alive = {n for n in alive if last[n] > k}
         if last[node] > k:
             alive.add(node)
-        if len(alive) == 1:
-            single[k + 1] = _bytes(facts, next(iter(alive)))
+        if len(alive) == 1 and isinstance((value := next(iter(alive))).meta["val"], torch.Tensor):
+            single[k + 1] = _bytes(facts, value)
     runs = itertools.groupby(enumerate(single), key=lambda pair: pair[1] - pair[0])
     return [min((k for _, k in run), key=lambda k: (single[k], -k)) for _, run in runs]
 

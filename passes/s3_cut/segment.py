@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from ..graph.facts import Axis, Facts, Kind, Reach, Role, Segment, operands, shape_of, tensors_of
@@ -107,7 +108,8 @@ def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
     barred = [0.0] * (end + 2)
     sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
     for node in (*sources, *order):
-        if not tensors_of(node) or node in facts.context:  # that is held anyway, and not by rows
+        held = node in facts.context and isinstance(node.meta["val"], torch.Tensor)
+        if not tensors_of(node) or held:  # a context is held anyway, and not by rows
             continue
         born = position.get(node, -1) + 1
         uses = [position.get(u, end) for u in node.users if u.op != "output"]
@@ -131,7 +133,7 @@ def _stops(facts: Facts, order: list[Node]) -> list[int]:
     return [
         k
         for k, n in enumerate(order)
-        if n in facts.mixings or n in facts.refusals or n in facts.slices
+        if n in facts.mixings or (n in facts.refusals and n not in facts.context) or n in facts.slices
         or facts.layouts.get(n) is None or is_reduction(facts, n)
     ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from ..graph.facts import Facts, evaluate, expression, shape_of, sum_dtype, tensors_of
+from ..graph.facts import Facts, Kind, evaluate, expression, shape_of, sum_dtype, tensors_of
 from ..graph.symbols import SymbolTable
 from ..s3_cut.segment import row_axis
 from ..step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
@@ -187,6 +187,8 @@ class FakeInputs:
         value = tensors_of(node)[0]
         shape = [self._size(s) for s in shape_of(node)]
         stride = [self._size(expression(s)) for s in value.stride()]
+        if node.op == "call_function" and self.facts.kinds[node] is Kind.REDUCED:
+            return self._contiguous(node, wide)  # it comes out of a segment that runs whole
         with self.mode:
             dtype = sum_dtype(value.dtype) if wide else value.dtype
             return torch.empty_strided(shape, stride, dtype=dtype, device=value.device)

@@ -265,7 +265,8 @@ class Executor:
             local = {**whole, segment.outputs[0]: rows}
             return part.module(*(self.value(n, local, sizes) for n in part.inputs))
 
-        like = next(values[n] for n in (*segment.constants, *self.placeholders) if tensors_of(n))
+        candidates = (n for n in (*segment.constants, *self.placeholders) if n in values and tensors_of(n))
+        like = values[next(candidates)]
         return sweep_of(runner, step, epilogue, position, like, questions)
 
 

@@ -201,11 +201,12 @@ def _nothing(instruction: StepInstruction, frame: StepFrame) -> None:
 
 
 def _inputs(segment: Segment, values: Mapping[Node, Any]) -> list[Tensor]:
-    """Streamed inputs, in the order in memory that programs take them to have, and constants.
+    """Streamed inputs and constants, in the order in memory that programs take them to have.
 
-    What comes out of a segment that runs whole may be a view.
+    What comes out of a segment that runs whole may be a view, or lie otherwise than its fake tensor.
     """
-    return [*(values[n].contiguous() for n in segment.rows), *(values[n] for n in segment.constants)]
+    constants = (values[n].contiguous() if n.op == "call_function" else values[n] for n in segment.constants)
+    return [*(values[n].contiguous() for n in segment.rows), *constants]
 
 
 def _kept_in(store: Store | None, place: str) -> Any:

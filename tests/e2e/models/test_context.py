@@ -42,9 +42,9 @@ class Tower(nn.Module):
 class Reader(nn.Module):
     """A decoder of two layers; `read` puts the context into its rows."""
 
-    def __init__(self, read: Callable[..., Tensor], returns: bool = False) -> None:
+    def __init__(self, read: Callable[..., Tensor], returns: bool = False, warm: bool = False) -> None:
         super().__init__()
-        self.read, self.returns = read, returns
+        self.read, self.returns, self.warm = read, returns, warm
         self.embedding, self.tower = nn.Embedding(VOCAB, WIDTH), Tower()
         self.layers = nn.ModuleList(
             nn.ModuleDict({n: nn.Linear(WIDTH, k * WIDTH) for n, k in (("qkv", 3), ("kv", 2), ("out", 1))})
@@ -63,6 +63,8 @@ class Reader(nn.Module):
             if self.read is not placed:
                 x = x + self.read(layer, F.layer_norm(x, (WIDTH,)), context)
             x = x + F.silu(layer["out"](F.layer_norm(x, (WIDTH,))))
+        if self.warm:  # a temperature of the head
+            x = x * context.mean(1, keepdim=True).exp()
         loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
         return (loss, context) if self.returns else loss
 
@@ -85,6 +87,39 @@ def added(layer: Any, x: Tensor, context: Tensor) -> Tensor:
 def placed(model: Reader, x: Tensor, context: Tensor, ids: Tensor) -> Tensor:
     """In the places of a token, as models of pictures have it."""
     return x.masked_scatter((ids == PICTURE).unsqueeze(-1).expand_as(x), context)
+
+
+class Clip(torch.autograd.Function):
+    """A backward that is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.01, 0.01)
+
+
+def clipped(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    return crossed(layer, x, Clip.apply(context))
+
+
+def dropped(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    """The same numbers for all rows."""
+    return x + F.dropout(layer["kv"](context).mean(1, keepdim=True), 0.5)[..., :WIDTH]
+
+
+def grouped(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    """Rows where the heads are: which key head a row reads depends on how many rows there are."""
+    keys = layer["kv"](context)[..., :WIDTH].unsqueeze(2)[:, :2]
+    return F.scaled_dot_product_attention(x.unsqueeze(2), keys, keys, enable_gqa=True).squeeze(2)
+
+
+def split(layer: Any, x: Tensor, context: Tensor) -> Tensor:
+    a, b = layer["kv"](context).chunk(2, -1)
+    spread, mean = torch.var_mean(a * b.sigmoid(), 1, keepdim=True)
+    return x * mean + spread
 
 
 def inputs(places: int = STATES, batch: int = 2) -> dict[str, Tensor]:
@@ -142,6 +177,37 @@ def test_a_context_is_made_once_and_read_by_rows(
     tower = [s for s in schedule.segments if s.kind == "whole"]
     assert len(tower) >= 4, f"it is computed again layer by layer\n{schedule}"
     assert max(len(s.nodes) for s in tower) < 20, str(schedule)
+
+
+@pytest.mark.parametrize("door", sample(["transform", "compile"], "transform"))
+def test_a_context_of_several_parts_and_one_that_the_head_reads(door: str) -> None:
+    torch.manual_seed(0)
+    check(Reader(split, warm=True).double().train(), door, inputs())
+
+
+@pytest.mark.parametrize("checked", ["first", "never"])
+@pytest.mark.parametrize("read", [clipped, grouped])
+@pytest.mark.filterwarnings("ignore:.*run unchunked:streambp_fx.StreamBPWarning")
+def test_what_chunks_may_not_make_anew_makes_its_layer_run_whole(read: Any, checked: str) -> None:
+    torch.manual_seed(0)
+    eager = Reader(read).double().train()
+    model = copy.deepcopy(eager)
+    streambp_fx.transform(model, chunk=CHUNK, check=checked)
+    given = {n: v[:, :36] if v.shape[1] == LENGTH else v for n, v in inputs().items()}
+    torch.testing.assert_close(step(model, model, given), step(eager, eager, given), rtol=1e-10, atol=0)
+    assert_same_gradients(eager, model)
+
+
+@pytest.mark.filterwarnings("ignore:.*run unchunked:streambp_fx.StreamBPWarning")
+def test_dropout_of_a_context_is_drawn_once() -> None:
+    torch.manual_seed(0)
+    model = Reader(dropped).double().train()
+    streambp_fx.transform(model, chunk=CHUNK, check="never")
+    step(model, model, inputs())
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    reasons = [str(s.reason) for s in schedule.segments if not s.chunked]
+    assert len(reasons) == 2 and all("random numbers are drawn" in r for r in reasons), str(schedule)
 
 
 @pytest.mark.parametrize("places", [0, STATES - 2])
