@@ -6,6 +6,7 @@ Every pass that moves, repeats, overwrites or counts memory asks here.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -61,9 +62,20 @@ class Storages:
             keys = [k for operand in written for k in self.of[operand]]
             self._lies_in.update((storage_of(v), k) for v, k in zip(values, keys, strict=False))
         self.of[node] = tuple(map(self.number, values))
+        if node.target is operator.getitem:  # one of the results of an op, which has made all memory there is
+            self.of[node] = self._among(node, self.of[node], self.of[node.args[0]])  # type: ignore[index]
         for key, value in zip(self.of[node], values, strict=True):
             if key not in self.made:
                 self.made[key], self.readers[key], self.first[key] = position, [], value
+
+    def _among(self, node: Node, own: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
+        """The storages of a result that was traced before its op was made anew: those of the op."""
+        if set(own) <= set(given) or len(own) != 1:
+            return own
+        index = node.args[1]
+        found = given[index] if isinstance(index, int) and -len(given) <= index < len(given) else given[0]
+        self._lies_in[own[0]] = found
+        return (found,)
 
     def number(self, value: Tensor) -> int:
         """The number of the storage that a (fake) tensor of any shape and dtype lies in.

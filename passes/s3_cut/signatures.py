@@ -64,9 +64,11 @@ def _target(node: Node) -> str:
     return node.target.content if isinstance(node.target, CustomFunction) else str(node.target)
 
 
-def _layout(facts: Facts, number: dict[Node, int], node: Node) -> tuple:
+def _layout(facts: Facts, number: dict[Node, int], node: Node) -> tuple | None:
     """The layout of a value; the sort that orders a dim counts by its place in the segment."""
-    axes = facts.layouts.get(node) or ()
+    axes = facts.layouts.get(node)
+    if axes is None:
+        return None
     return tuple(a and (str(a), a.order and number.get(a.order, a.order.name)) for a in axes)
 
 

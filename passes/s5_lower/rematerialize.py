@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from ..cost.program import tensor_bytes
 from ..cost.storages import Storages
 from ..graph.facts import tensors_of
+from ..graph.functionalization import changes_something
 from ..graph.purity import is_impure, is_random
 from .rewriting import evaluate
 from .write_in_place import in_place_form
@@ -107,7 +108,8 @@ class _Program:
         """What nobody reads any more is there for `undo`, and reads nothing."""
         idle: set[Node] = set()
         for node in reversed(self.nodes):
-            if idle.issuperset(node.users) and (self.storages.is_view(node) or _is_elementwise(node)):
+            repeats = self.storages.is_view(node) or _is_elementwise(node)
+            if idle.issuperset(node.users) and repeats and not changes_something(node):
                 idle.add(node)
         self.storages.ignore_readings_of(idle)
 

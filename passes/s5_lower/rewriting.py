@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -109,8 +110,9 @@ def is_returned(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """True if a result lies in the memory of an operand."""
-    return node.target in VIEWS or getattr(node.target, "is_view", False)
+    """True if a result lies in the memory of an operand, or is one of several that an op gives."""
+    known = node.target in VIEWS or node.target is operator.getitem
+    return known or getattr(node.target, "is_view", False)
 
 
 def evaluate(node: Node) -> None:

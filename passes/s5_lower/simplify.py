@@ -313,5 +313,6 @@ def _renew_views(graph: Graph) -> None:
     that.
     """
     for node in graph.nodes:
-        if is_view(node) and storages(node) != storages(node.args[0]):
+        own = storages(node) if is_view(node) else None
+        if own is not None and (not own or not own <= storages(node.args[0])):
             evaluate(node)

@@ -185,9 +185,9 @@ def _one_off(
 def _named(
     tensors: list[tuple[Node, torch.Tensor]], seq_dim: Mapping[str, int]
 ) -> list[tuple[torch.Tensor, set[int]]]:
-    """The dims that the user names, and those of other inputs that are as long: labels, a mask.
+    """The dims that the user names, and that of another input that is as long, if it has one: labels, a mask.
 
-    Where these meet the tokens, a constant length makes that of the tokens a constant.
+    Where it meets the tokens, a constant length makes that of the tokens a constant.
     """
     found = []
     for name, dim in seq_dim.items():
@@ -202,4 +202,4 @@ def _named(
     lengths = {value.shape[d] for value, dims in found for d in dims}
     others = [v for n, v in tensors if not any(is_called(n, name) for name in seq_dim)]
     same = [(v, {d for d, size in enumerate(v.shape) if size in lengths}) for v in others]
-    return _with_samples([*found, *((v, dims) for v, dims in same if dims)])
+    return _with_samples([*found, *((v, dims) for v, dims in same if len(dims) == 1)])

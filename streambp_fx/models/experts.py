@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ FORMS = "transformers.integrations.moe"
 LOOP, TRIED, CAPTURED = "eager", "batched_mm", "grouped_mm"
 ROWS, TOP = 7, 2
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-# Loops that were looked at.
-_seen: set[Callable[..., Any]] = set()
+# Loops that stand for a product while something is captured, and the modules, by what a form reads of them,
+# that were looked at: whether their loop agrees.
+_captured: set[Callable[..., Any]] = set()
+_tried: dict[Hashable, bool] = {}
 
 
 def declare_experts(modules: Iterable[nn.Module]) -> bool:
@@ -38,17 +40,18 @@ def declare_experts(modules: Iterable[nn.Module]) -> bool:
     found = False
     for module in modules if forms else ():
         loop = _loop_of(module)
-        if loop is None or loop in _seen or any(p.is_meta for p in module.parameters()):
+        if loop is None or _state(module) in _tried or any(p.is_meta for p in module.parameters()):
             continue
-        _seen.add(loop)
         try:
             agrees = _agrees(module, loop, forms[TRIED])
         except Exception as error:
             log.info("the experts of %s stay a loop: %s: %s", type(module).__name__, type(error), error)
             agrees = False
-        if agrees:
+        _tried[_state(module)] = agrees
+        if agrees and loop not in _captured:
             _capture_as(loop, forms[CAPTURED])
-            found = True
+            _captured.add(loop)
+        found |= agrees
     return found
 
 
@@ -62,9 +65,23 @@ def _capture_as(loop: types.FunctionType, product: Callable[..., Any]) -> None:
     same = copy_of(loop)
 
     def stands_in(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return product(self, *args, **kwargs) if is_traced_for_us() else same(self, *args, **kwargs)
+        if is_traced_for_us() and _is_captured(self):
+            return product(self, *args, **kwargs)
+        return same(self, *args, **kwargs)
 
     torch._dynamo.substitute_in_graph(loop, skip_signature_check=True)(stands_in)
+
+
+@torch._dynamo.assume_constant_result
+def _is_captured(module: nn.Module) -> bool:
+    return _tried.get(_state(module), False)
+
+
+def _state(module: nn.Module) -> Hashable:
+    """What a form may read of a module beside weights: its class, its switches, and what replaces methods."""
+    switches = sorted((n, v) for n, v in vars(module).items() if isinstance(v, bool) and n != "training")
+    replaced = sorted((n, id(v)) for n, v in vars(module).items() if callable(v))
+    return type(module), tuple(switches), tuple(replaced), getattr(type(module), "_apply_gate", None)
 
 
 def _loop_of(module: nn.Module) -> types.FunctionType | None:
@@ -90,4 +107,4 @@ def _agrees(module: nn.Module, loop: Callable, other: Callable) -> bool:
         shares = torch.rand(chosen.shape).to(device, dtype)
         found, want = (f(module, rows, chosen, shares).double() for f in (other, loop))
     error, scale = float((found - want).abs().max()), float(want.abs().max())
-    return bool(torch.isfinite(want).all()) and error <= TOLERANCE.get(dtype, 0.05) * scale
+    return bool(torch.isfinite(want).all()) and scale > 0 and error <= TOLERANCE.get(dtype, 0.05) * scale

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from e2e_adversary import STREAMED, WHATEVER, Cases
 from e2e_subject import HEADS, WIDTH, Subject
-from torch import Tensor
+from torch import Tensor, nn
 
 CASES = Cases("views")
 
@@ -186,3 +186,11 @@ for _way, _make in WAYS.items():
         if _name in SEVERAL and not _allowed:
             continue
         CASES.block(name=f"{_name}, {_way}", want=WHATEVER)(_make(_view, _back))
+
+
+@CASES.block(parts=lambda: {"other": nn.Linear(WIDTH, WIDTH)}, want=STREAMED)
+def the_only_piece_of_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """A factor of one goes, and what was its result is read on; the piece fills its memory."""
+    h = m.lin(x)
+    (piece,) = (h * 1.0).split(WIDTH, -1)
+    return x + m.other(piece.exp().sin()) + h.cos()
