@@ -47,6 +47,7 @@ def test_measured_is_predicted(name, options):
     assert BODIES in layer.floor and LOSS in head.floor and STATE not in head.measured.bytes
 
 
+@pytest.mark.slow
 def test_the_larger_moment_is_the_peak():
     workload = shrunk(CASES["dense"]).workload
     model = make_model(workload.config, "cpu", torch.float32)

@@ -58,6 +58,7 @@ def test_the_balancing_loss_is_exact_and_streamed(door: str, asked: str) -> None
         assert_all_chunked(model)
 
 
+@pytest.mark.slow
 def test_others_record_as_before() -> None:
     """In the same process, with another backend, and after the model has been put back."""
     model: Any = build("qwen3_moe")

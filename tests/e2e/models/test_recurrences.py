@@ -68,6 +68,7 @@ def test_selective_scan_is_that_of_transformers(more: bool, dtype: torch.dtype) 
     torch.testing.assert_close(found, want)
 
 
+@pytest.mark.slow
 def test_others_compile_the_function_itself() -> None:
     """In the same process, with another backend: none of our ops is in their graph."""
     model = build("mamba2")
