@@ -103,7 +103,7 @@ class OthersExperts(Qwen3MoeExperts):
 def test_a_loop_of_somebody_else_stays_a_loop() -> None:
     model = model_of("qwen3_moe")
     plain_experts(model)
-    assert declare_experts(model.modules())
+    declare_experts(model.modules())
     own, other = (layer.mlp.experts for layer in model.model.layers)
     own.__class__ = OthersExperts
     # the product would call it, and the loop does not
