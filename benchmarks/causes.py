@@ -145,17 +145,12 @@ def least(lowered: Lowered, numbers: dict[str, int]) -> int:
     for k, node in enumerate(memory.nodes):
         for operand in node.all_input_nodes:
             before[k] |= before[position[operand]] | 1 << position[operand]
-    readers: dict[int, set[int]] = {}
-    for k, node in enumerate(memory.nodes):
-        for operand in node.all_input_nodes:
-            for key in memory.storages.of[operand]:
-                readers.setdefault(key, set()).add(k)
 
     def alive(key: int, at: int) -> bool:
         made = memory.storages.made[key]
         if made != at and not before[at] >> made & 1:
             return False
-        return made == at or any(r == at or before[r] >> at & 1 for r in readers.get(key, ()))
+        return made == at or any(r == at or before[r] >> at & 1 for r in memory.storages.readers[key])
 
     sizes_of = {key: int(size) for key, size in memory.bytes.items() if size != 0}
     return max(sum(size for key, size in sizes_of.items() if alive(key, k)) for k in range(len(memory.nodes)))

@@ -112,7 +112,7 @@ class Storages:
             return False
         if len(self.of[self.maker(keys[0])]) != 1:
             return False
-        return sum(keys[0] in self.of[n] for n in operands(reader)) == 1
+        return sum(keys[0] in self.of[n] for n in _readings(reader)) == 1
 
     def take(self, value: Node, result: Node) -> None:
         """The result lies in the value's memory from now on."""
@@ -156,7 +156,7 @@ def storage_of(value: Tensor) -> int:
         return id(value)
 
 
-def operands(node: Node) -> list[Node]:
+def _readings(node: Node) -> list[Node]:
     """Operands of a node, as often as it reads them."""
     found: list[Node] = []
     torch.fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))

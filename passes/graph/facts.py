@@ -231,6 +231,10 @@ class Facts:
     context: set[Node] = field(default_factory=set)  # of reduced values, those that no row goes into
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
 
+    def in_numbers(self, size: sympy.Expr) -> float:
+        """A size of anything in the call that was captured; a symbol that is not known there counts as 2."""
+        return float(size.subs({s: self.values.get(s, 2) for s in size.free_symbols}))
+
     @property
     def nodes(self) -> list[Node]:
         """All nodes of the graph, in order."""

@@ -24,13 +24,14 @@ def looked_up(graph: Graph, node: Node) -> Node | None:
     is one of zeros, for places that take none: with more places than rows the lookup fails, as the op does.
     """
     call = arguments(node)
-    value, mask, rows = call["self"], _narrow(call["mask"]), _flat(graph, node, call["source"])
-    sizes = shape_of(value)
-    if mask is None or rows is None or len(sizes) not in (2, 3) or shape_of(rows)[1] != sizes[-1]:
+    value, mask, rows = call["self"], _narrow(call["mask"]), call["source"]
+    sizes, source = shape_of(value), shape_of(rows)
+    if mask is None or len(sizes) not in (2, 3) or len(source) < 2 or source[-1] != sizes[-1]:
         return None
     if shape_of(mask) != (*sizes[:-1], 1):
         return None
     add = lambda op, *args: insert(graph, node, op, *args)  # noqa: E731
+    rows = add(aten.flatten.using_ints, rows, 0, len(source) - 2) if len(source) > 2 else rows
     ones = add(aten.to.dtype, mask, torch.long)
     length = len(sizes) - 2
     place = add(aten.cumsum.default, ones, length)
@@ -52,11 +53,3 @@ def _narrow(mask: Node) -> Node | None:
             break
         mask = before  # type: ignore[assignment]
     return mask if len(shape_of(mask)) and shape_of(mask)[-1] == 1 else None
-
-
-def _flat(graph: Graph, before: Node, rows: Node) -> Node | None:
-    """Rows of one width, without other dims."""
-    dims = len(shape_of(rows))
-    if dims > 2:
-        return insert(graph, before, aten.flatten.using_ints, rows, 0, dims - 2)
-    return rows if dims == 2 else None

@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Facts, expression, tensors_of
+from ..graph.facts import Facts, shape_of
 
 
 def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
@@ -29,7 +29,8 @@ def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
         if last[node] > k:
             alive.add(node)
         if len(alive) == 1 and isinstance((value := next(iter(alive))).meta["val"], torch.Tensor):
-            single[k + 1] = _bytes(facts, value)
+            size = facts.in_numbers(sympy.Mul(*shape_of(value)))
+            single[k + 1] = size * value.meta["val"].element_size()
     runs = itertools.groupby(enumerate(single), key=lambda pair: pair[1] - pair[0])
     return [min((k for _, k in run), key=lambda k: (single[k], -k)) for _, run in runs]
 
@@ -38,14 +39,3 @@ def _last_uses(order: list[Node], end: int) -> dict[Node, int]:
     """Of each value of a context the position of the last node that reads it; `end` if others do."""
     position = {n: k for k, n in enumerate(order[:end])}
     return {n: max((position.get(u, end) for u in n.users), default=k) for n, k in position.items()}
-
-
-def _bytes(facts: Facts, node: Node) -> float:
-    """Bytes of a value in the call that was captured."""
-    total = 0.0
-    for value in tensors_of(node):
-        sizes = sympy.Mul(*map(expression, value.shape))
-        total += value.element_size() * float(
-            sizes.subs({s: facts.values.get(s, 2) for s in sizes.free_symbols})
-        )
-    return total

@@ -95,9 +95,7 @@ def row_bytes(facts: Facts, node: Node) -> float:
         return math.inf
     dim, axis = rows
     sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
-    numbers = sympy.Mul(*sizes)
-    numbers = numbers.subs({s: facts.values.get(s, 2) for s in numbers.free_symbols})
-    return float(numbers) * tensors_of(node)[0].element_size()
+    return facts.in_numbers(sympy.Mul(*sizes)) * tensors_of(node)[0].element_size()
 
 
 def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
