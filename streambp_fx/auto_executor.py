@@ -20,6 +20,7 @@ from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
 from .passes.s6_schedule.step_parts import StepParts
 from .runtime.executor import Executor, tokens_of
+from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
 from .runtime.written_inputs import WrittenInputs
 
@@ -66,13 +67,20 @@ class AutoExecutor:
         facts: facts of the graph.
         options: `memory` is the budget; without one, a share of what is free on the device.
         chosen: called with the options that were chosen, and with the rows of a loss chunk.
+        stored: see `Executor`.
     """
 
-    def __init__(self, facts: Facts, options: Options, chosen: Callable[[Options, int], None]) -> None:
-        self.facts, self.options, self.chosen = facts, options, chosen
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        chosen: Callable[[Options, int], None],
+        stored: GraphGroups | None = None,
+    ) -> None:
+        self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
         auto = options.policy == "auto"
         self.policies = candidates(options.stored) if auto else [options.stored]
-        first = Executor(facts, options.storing(self.policies[0]))
+        first = Executor(facts, options.storing(self.policies[0]), stored=stored)
         self.executors = {self.policies[0]: first}
         self.costs: dict[Policy, StepCost] = {}
         self.choices: dict[tuple[int, ...], Choice] = {}
@@ -184,7 +192,7 @@ class AutoExecutor:
         """The executor with this memory policy."""
         if policy not in self.executors:
             programs = self.executors[self.policies[0]].programs
-            self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs)
+            self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs, self.stored)
         return self.executors[policy]
 
 

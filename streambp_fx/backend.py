@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from .auto_executor import AutoExecutor
 from .checking.checked_kinds import Record
+from .checking.result import SelfCheck
 from .checking.self_check import self_check
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .dynamo.live_objects import Registry
@@ -39,6 +40,7 @@ from .passes.s2_prove.axes import is_secondary
 from .passes.s4_trace.vjp import without_saved_tensors_hooks
 from .runtime.executor import Executor
 from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
+from .runtime.sharded_parameters import GraphGroups, ShardedParameters
 from .runtime.step_kinds import StepKind
 from .schedule import Schedule
 from .show.progress import announced
@@ -93,6 +95,7 @@ def compile_graph(
     declared: Mapping[str, int] | None = None,
     placeless: bool = False,
     otherwise: Otherwise | None = None,
+    sharded: ShardedParameters | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
@@ -104,6 +107,8 @@ def compile_graph(
         declared: dims by input name that are likely to be the sequence, the tokens first.
         placeless: where the weights will be is not known: the graph only gets a schedule.
         otherwise: what runs in the place of a graph with a gradient that is not streamed; None: the graph.
+        sharded: parameters of which each device stores a piece. A graph cannot run by itself then, so
+            `otherwise` has to be given.
 
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
@@ -111,7 +116,7 @@ def compile_graph(
     guard_hooks()
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
         instead = otherwise or Otherwise(module)
-        return _compiled_graph(module, example_inputs, options, report, declared, placeless, instead)
+        return _compiled_graph(module, example_inputs, options, report, declared, placeless, instead, sharded)
 
 
 def _compiled_graph(
@@ -122,10 +127,11 @@ def _compiled_graph(
     declared: Mapping[str, int] | None,
     placeless: bool,
     otherwise: Otherwise,
+    sharded: ShardedParameters | None,
 ) -> Callable[..., Any]:
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
-        return module
+        return module if sharded is None else otherwise.run
     lengths = find_lengths(module, options.seq_dim, likely=declared)
     _warn_of_unknown_names(module, options.seq_dim)
     if not lengths.sequence:
@@ -138,7 +144,7 @@ def _compiled_graph(
         return otherwise.run
     with announced("compiling a graph"):
         compiled = CompiledGraph(
-            module, example_inputs, lengths, options, report, placeless, declared, otherwise
+            module, example_inputs, lengths, options, report, placeless, declared, otherwise, sharded
         )
     return compiled if compiled.streamed else otherwise.run
 
@@ -160,7 +166,9 @@ class CompiledGraph:
         placeless: bool = False,
         declared: Mapping[str, int] | None = None,
         otherwise: Otherwise | None = None,
+        sharded: ShardedParameters | None = None,
     ) -> None:
+        self.stored = None if sharded is None else GraphGroups(sharded, example_inputs)
         self.placeless, self.declared = placeless, declared
         self.otherwise = otherwise or Otherwise(module)
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
@@ -214,7 +222,7 @@ class CompiledGraph:
             if self.options.check == "first" and record.has(kind, tokens):
                 return
             is_first, schedule = not record.ways, record.schedule
-            found = self_check(self.module, version, inputs, kind, record.missing(tokens))
+            found = self._checked(version, inputs, kind, record.missing(tokens))
             record.note(kind, tokens, found)
         if self.report is not None and is_first:
             self.report(schedule)
@@ -222,6 +230,14 @@ class CompiledGraph:
             log.info("%s (%.1f s)", line, found.seconds)
         if not found.ok:
             raise CompileError(f"{found.failure()} {FALL_BACK}")
+
+    def _checked(
+        self, version: Executor | AutoExecutor, inputs: Sequence[Any], kind: StepKind, parts: Collection[str]
+    ) -> SelfCheck:
+        if self.stored is None:
+            return self_check(self.module, version, inputs, kind, parts)
+        with self.stored.resting():
+            return self_check(self.module, version, self.stored.with_stand_ins(inputs), kind, parts)
 
     def _version(self, inputs: Sequence[Any]) -> Executor | AutoExecutor | Unstreamed:
         """What runs these inputs; made where there is none for their sizes.
@@ -270,6 +286,8 @@ class CompiledGraph:
         try:
             facts = analyze(self.module, examples, lengths, self.options.logits)
             facts.placeless = self.placeless
+            if self.stored is not None:
+                facts.parameter_groups = self.stored.nodes(facts)
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
@@ -301,8 +319,8 @@ class CompiledGraph:
         open_choice = "auto" in (self.options.chunk, self.options.loss_chunk, self.options.policy)
         try:
             if open_choice and any(s.mixings for s in facts.segments):
-                return AutoExecutor(facts, self.options, schedule.choose)
-            return Executor(facts, self.options)
+                return AutoExecutor(facts, self.options, schedule.choose, self.stored)
+            return Executor(facts, self.options, stored=self.stored)
         except Exception as error:
             raise CompileError(f"the schedule could not be built: {error}. {FALL_BACK}") from error
 

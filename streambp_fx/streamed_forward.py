@@ -47,7 +47,9 @@ from .models.plain_forms import in_plain_pytorch
 from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
+from .runtime.sharded_parameters import ShardedParameters
 from .schedule import Schedule
+from .sharding import sharded_parameters
 from .show.progress import announced
 from .unstreamed import Otherwise
 
@@ -100,6 +102,7 @@ class StreamedForward:
         self._dims: dict[str, int] = {}
         self._take_over = TakeOver()
         self._modes: list[Any] = []
+        self._sharded: ShardedParameters | None = None
         functools.update_wrapper(self, original, updated=())
 
     @property
@@ -220,8 +223,15 @@ class StreamedForward:
         if self._compiled is None:
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
-        with self._take_over(self.model):
+        with self._take_over(self.model), self._opened():
             return self._train_under(modes, given) if modes else self._call(given)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Within: parameters of which each device stores a piece have their full size, and may be taken."""
+        self._sharded = sharded_parameters(self.model)
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.opened():
+            yield
 
     def _unstreamed(self, why: str, given: Arguments) -> Any:
         """The model as it is, with the models within it, because of an argument that cannot be streamed."""
@@ -242,6 +252,11 @@ class StreamedForward:
     def sequence_dims(self) -> dict[str, int]:
         """Dims that carry the sequence in the call that is being captured, by the name of the input."""
         return self._dims
+
+    @property
+    def sharded(self) -> ShardedParameters | None:
+        """Parameters that an engine has sharded, in the call that is being captured."""
+        return self._sharded
 
     def _declare_sizes(self, given: Arguments) -> None:
         """Tell Dynamo which dims carry the sequence, so that another length is the same graph.
@@ -338,8 +353,13 @@ def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs
     options = owner.options
     if options.logits == "drop":
         options = dataclasses.replace(options, logits="lazy")  # see `without_lazy`
-    otherwise = Otherwise(_not_streamed, layers_of(owner.model)) if owner._may_checkpoint() else None
-    return compile_graph(module, example_inputs, options, tell, owner.sequence_dims, otherwise=otherwise)
+    otherwise = None
+    if owner._may_checkpoint():
+        otherwise = Otherwise(_not_streamed, layers_of(owner.model))
+    elif owner.sharded is not None:
+        otherwise = Otherwise(_not_streamed)
+    dims, sharded = owner.sequence_dims, owner.sharded
+    return compile_graph(module, example_inputs, options, tell, dims, otherwise=otherwise, sharded=sharded)
 
 
 class NotStreamed(Exception):

@@ -230,6 +230,8 @@ class Facts:
     lazy: dict[int, Node] = field(default_factory=dict)
     context: set[Node] = field(default_factory=set)  # of reduced values, those that no row goes into
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
+    # parameters that are gathered together, each from pieces on several devices, before they are read
+    parameter_groups: tuple[tuple[Node, ...], ...] = ()
 
     def in_numbers(self, size: sympy.Expr) -> float:
         """A size of anything in the call that was captured; a symbol that is not known there counts as 2."""

@@ -17,6 +17,7 @@ from .program import (
     Differentiate,
     Drop,
     Fetch,
+    GiveBackParameters,
     Group,
     HandOver,
     Layers,
@@ -27,6 +28,7 @@ from .program import (
     Seed,
     StepInstruction,
     StepProgram,
+    TakeParameters,
     Value,
     ValueKind,
     Zeros,
@@ -90,6 +92,8 @@ class _State:
         spoiled: those whose memory something else has taken.
         to_add: parts that are still to be added, of each gradient.
         returned, handed_over: what was.
+        group_of: by parameter, with whom it is gathered.
+        gathered: groups that are there.
     """
 
     def __init__(self, program: StepProgram, dropped: bool) -> None:
@@ -101,8 +105,12 @@ class _State:
         self.to_add = Counter(v for i in adds for v in i.results)
         self.returned: set[Value] = set()
         self.handed_over: set[Value] = set()
+        self.group_of = {v: k for k, group in enumerate(program.groups) for v in group}
+        self.gathered: set[int] = set()
 
     def read(self, value: Value) -> None:
+        if value in self.group_of and self.group_of[value] not in self.gathered:
+            raise _Fault(f"{value.name} is not gathered")
         if value not in self.held:
             raise _Fault(f"{value.name} is not held")
         if value in self.away:
@@ -134,6 +142,8 @@ class _State:
         missing = [v.name for v in self.program.gradients if v not in self.handed_over]
         if missing and self.program.backward:
             raise _Fault(f"{missing[0]} is not handed over")
+        if self.gathered:
+            raise _Fault(f"group {min(self.gathered)} of parameters is not given back")
         left = self.held - {*self.program.given, *self.program.returned}
         if left and self.dropped:
             raise _Fault(f"{min(v.name for v in left)} is left")
@@ -303,8 +313,25 @@ def _hand_over(state: _State, instruction: HandOver) -> None:
             raise _Fault(f"{value.name} is not what the caller is promised")
         if value in state.handed_over:
             raise _Fault(f"{value.name} is handed over twice")
+        group = state.group_of.get(Value(ValueKind.CAPTURED, value.node))
+        if group is not None and group not in state.gathered:
+            raise _Fault(f"{value.name} comes after its parameter was given back")
         state.handed_over.add(value)
         state.let_go(value)
+
+
+def _take_parameters(state: _State, instruction: TakeParameters) -> None:
+    if instruction.group in state.gathered:
+        raise _Fault("it is gathered already")
+    if instruction.inputs != state.program.groups[instruction.group]:
+        raise _Fault("these are not the parameters of the group")
+    state.gathered.add(instruction.group)
+
+
+def _give_back_parameters(state: _State, instruction: GiveBackParameters) -> None:
+    if instruction.group not in state.gathered:
+        raise _Fault("it is not gathered")
+    state.gathered.remove(instruction.group)
 
 
 CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
@@ -325,4 +352,6 @@ CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     Zeros: _run,
     Add: _add,
     HandOver: _hand_over,
+    TakeParameters: _take_parameters,
+    GiveBackParameters: _give_back_parameters,
 }

@@ -285,6 +285,27 @@ class HandOver(StepInstruction):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TakeParameters(StepInstruction):
+    """Parameters of which each device stores a piece are gathered: the inputs.
+
+    Attributes:
+        group: those that are gathered together, see `Facts.parameter_groups`.
+    """
+
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveBackParameters(StepInstruction):
+    """Each device has its piece of the inputs again, and nothing more.
+
+    In the backward their gradients, which have been handed over, are summed over the devices.
+    """
+
+    group: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layers(StepInstruction):
     """A loop over identical layers.
 
@@ -306,6 +327,7 @@ class StepProgram:
         prologue: what is made of whole values, before the segments.
         forward: up to the results.
         backward: from the gradients of the results to those of the parameters; empty without gradients.
+        groups: parameters that are there only between taking them and giving them back.
     """
 
     given: tuple[Value, ...]
@@ -314,6 +336,7 @@ class StepProgram:
     prologue: tuple[StepInstruction, ...]
     forward: tuple[StepInstruction, ...]
     backward: tuple[StepInstruction, ...]
+    groups: tuple[tuple[Value, ...], ...] = ()
     _backward_of: dict[int, Call] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def instructions(self) -> Iterator[StepInstruction]:

@@ -103,6 +103,13 @@ class StepParts:
         """Why all samples are run as far as the longest; None if each can end where it does."""
         return "the model draws random numbers" if self.random else self.dependent_samples
 
+    @cached_property
+    def held_groups(self) -> frozenset[int]:
+        """Groups of parameters that are read between the segments, and so held as long as the step runs."""
+        read = {n for part in (self.whole, self.epilogue, *self.lazy.values()) for n in part.inputs}
+        groups = enumerate(self.facts.parameter_groups)
+        return frozenset(k for k, group in groups if not read.isdisjoint(group))
+
     @property
     def moves(self) -> bool:
         """True if what is kept leaves the device: the CPU's memory is host memory."""

@@ -18,6 +18,7 @@ from .program import (
     Differentiate,
     Drop,
     Fetch,
+    GiveBackParameters,
     Group,
     HandOver,
     Layers,
@@ -28,6 +29,7 @@ from .program import (
     Seed,
     StepInstruction,
     StepProgram,
+    TakeParameters,
     Value,
     ValueKind,
     Zeros,
@@ -137,7 +139,7 @@ def _plain(instruction: StepInstruction, titles: dict[int, str]) -> dict[str, An
     }
     if isinstance(instruction, Call):
         found["procedure"] = titles[id(instruction.procedure)]
-    for name in ("name", "segment", "place", "position", "number"):
+    for name in ("name", "segment", "place", "position", "number", "group"):
         if getattr(instruction, name, None) is not None:
             found[name] = getattr(instruction, name)
     if isinstance(instruction, Group | Again):
@@ -222,6 +224,10 @@ def _hand_over(instruction: HandOver, naming: Naming) -> str:
     return f"hand over {naming.made(instruction.inputs)}"
 
 
+def _of_group(instruction: TakeParameters | GiveBackParameters, naming: Naming) -> str:
+    return f"of group {instruction.group} ({naming.made(instruction.inputs)})"
+
+
 LINES: Mapping[type, Callable[[Any, Naming], str]] = {
     RunPart: _run_part,
     Differentiate: _differentiate,
@@ -240,4 +246,6 @@ LINES: Mapping[type, Callable[[Any, Naming], str]] = {
     Zeros: lambda i, naming: f"zeros for {naming.made(i.results)}",
     Add: _add,
     HandOver: _hand_over,
+    TakeParameters: lambda i, naming: f"gather parameters {_of_group(i, naming)}",
+    GiveBackParameters: lambda i, naming: f"give back parameters {_of_group(i, naming)}",
 }

@@ -32,6 +32,7 @@ from .program import (
     unrolled,
 )
 from .repeats import repeats
+from .sharding import take_parameters
 from .step_parts import StepParts
 from .text import step_text
 
@@ -352,6 +353,12 @@ STEP_PASSES: tuple[StepPass, ...] = (
         "of samples that have ended the rest is not run",
         lambda made, _: replace(made, program=leave_out_rows(made.program)),
         applies=lambda settings: settings.left_out,
+    ),
+    Pass(
+        "take_parameters",
+        "parameters that several devices store are gathered before they are read, and given back",
+        _by_policy(take_parameters),
+        applies=lambda settings: bool(settings.parts.facts.parameter_groups),
     ),
     Pass(
         "drop_what_nobody_reads",

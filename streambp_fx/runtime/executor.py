@@ -31,6 +31,7 @@ from .segments.owned_buffers import OwnedBuffers, attribute
 from .segments.questions_to_data import MaskQuestions, Questions
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
+from .sharded_parameters import GraphGroups, StepGroups
 from .step_interpreter import StepFrame, run_step, value_of
 from .step_kinds import Draws, Prepared, StepKind, step_kind
 from .step_sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
@@ -45,12 +46,21 @@ class Executor:
         options: `chunk` rows of a chunk, `loss_chunk` rows where a segment carries no state (the loss head),
             `logits` for the outputs in `facts.lazy`.
         programs: programs of another executor of the same graph, to be used again where they are the same.
+        stored: parameters that are there only while a step has taken them, see `sharded_parameters`.
     """
 
-    def __init__(self, facts: Facts, options: Options, programs: Programs | None = None) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        programs: Programs | None = None,
+        stored: GraphGroups | None = None,
+    ) -> None:
         self.facts, self.options, self.samples = facts, options, samples(facts)
         self.batch = batch_size(facts)
         self.programs: Programs = {} if programs is None else programs
+        self.stored = stored
+        self.group_of = {n: k for k, group in enumerate(facts.parameter_groups) for n in group}
         self.placeholders = [n for n in facts.nodes if n.op == "placeholder"]
         self.constants = {n: attribute(facts, n) for n in facts.nodes if n.op == "get_attr"}
         self.results, self.written = facts.results, WrittenInputs(facts)
@@ -143,6 +153,7 @@ class Executor:
                 what it was.
         """
         draws = Draws(inputs) if self.parts.random and first is not None else None
+        groups = self._take_held()
         with torch._C._DisableAutocast():  # its casts are ops of the graph
             prepared = self._prepared(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
         if first is not None and prepared.step.training:
@@ -153,7 +164,7 @@ class Executor:
                     draws.restore()
                 raise
         with torch._C._DisableAutocast():
-            results = self._run_step(prepared)
+            results = self._run_step(prepared, groups)
         return self.written.write(inputs, results)
 
     def kind(self, inputs: Sequence[Any], rows: int, loss_rows: int) -> StepKind:
@@ -185,10 +196,18 @@ class Executor:
             self.padding.leave_out(step, sweep, self.asked.plain_where_it_counts(questions))
         return Prepared(inputs, values, sizes, step, sweep)
 
-    def _run_step(self, prepared: Prepared) -> list[Any]:
+    def _take_held(self) -> StepGroups | None:
+        """Groups of parameters that are read between the segments are there before anything is asked."""
+        groups = None if self.stored is None else self.stored.in_step()
+        if groups is not None:
+            groups.hold(self.parts.held_groups)
+        return groups
+
+    def _run_step(self, prepared: Prepared, groups: StepGroups | None) -> list[Any]:
         step, program = prepared.step, self.program_of(prepared.step)
         frame = self.frame(prepared.values, prepared.sizes, step, program)
         frame.sweep, frame.store = prepared.sweep, self._store(prepared.values)
+        frame.groups, frame.group_of, frame.stored = groups, self.group_of, self.stored
         frame.anew = lambda instruction: self.padding.completion(instruction.part, prepared.inputs, step)
         run_step(program.forward, frame)
         results = [frame.value(n) if isinstance(n, Node) else n for n in self.results]

@@ -11,8 +11,9 @@ is of the value before, so what is derived from a lazy tensor is computed before
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..passes.graph.subgraph import Subgraph
 from .segments.whole_segment import WholeSegment
+from .sharded_parameters import GraphGroups
 
 CHANGED = (
     "these logits are computed when they are read, and the weights that they are made of have been changed "
@@ -39,7 +41,7 @@ KNOWN = {
     *(getattr(Tensor, n).__get__ for n in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad",
         "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "output_nr",
-        "_backward_hooks",
+        "_backward_hooks", "_base",
     )),
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__, Tensor.get_device,
@@ -213,19 +215,24 @@ class LazyOutput(torch.autograd.Function):
         dtype: torch.dtype,
         device: torch.device,
         anew: Anew | None,
+        stored: GraphGroups | None,
         *inputs: Any,
     ) -> Tensor:
-        """A lazy tensor of this shape, dtype and device, which is computed from `inputs` when it is read."""
+        """A lazy tensor of this shape, dtype and device, which is computed from `inputs` when it is read.
+
+        Args:
+            stored: parameters that need not be there then.
+        """
         plain = tuple(v.detach() if isinstance(v, Tensor) else v for v in inputs)
         WholeSegment.remember(ctx, part.module, False, inputs)
-        ctx.anew = anew
+        ctx.anew, ctx.stored = anew, stored
         read = [v for v in plain if isinstance(v, Tensor)] if anew is None else anew.inputs
-        versions = [_version(v) for v in read]
+        versions, of_stored = [_version(v) for v in read], _version_stored(stored)
 
         def compute() -> Tensor:
-            if versions != [_version(v) for v in read]:
+            if versions != [_version(v) for v in read] or of_stored != _version_stored(stored):
                 raise RuntimeError(CHANGED)
-            with torch.no_grad():
+            with torch.no_grad(), _gathered(stored):
                 value = part.module(*(plain if anew is None else anew.make()))[0]
             return value.clone() if _shares_memory(value, read) else value  # it may be changed in place
 
@@ -234,7 +241,15 @@ class LazyOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         """Gradients of `inputs`; the part of the graph is run again for them."""
-        found = WholeSegment.pull_back(ctx, 5, (gradient,))
+        found = WholeSegment.pull_back(ctx, 6, (gradient,))
         if ctx.anew is not None:
             ctx.anew.check(found)
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, *found)
+
+
+def _gathered(stored: GraphGroups | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if stored is None else stored.gathered()
+
+
+def _version_stored(stored: GraphGroups | None) -> Hashable:
+    return None if stored is None else stored.version()

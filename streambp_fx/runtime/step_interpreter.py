@@ -27,6 +27,7 @@ from ..passes.s6_schedule.program import (
     CallLoss,
     Defer,
     Drop,
+    GiveBackParameters,
     Group,
     Layers,
     Leave,
@@ -34,6 +35,7 @@ from ..passes.s6_schedule.program import (
     RunPart,
     StepInstruction,
     StepProgram,
+    TakeParameters,
 )
 from .lazy_tensors import Anew, LazyOutput
 from .offload import Store
@@ -43,6 +45,7 @@ from .segments.segment_function import StreamedSegment
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
 from .segments.whole_segment import WholeSegment
+from .sharded_parameters import GraphGroups, StepGroups
 
 
 def _as_it_is(instruction: Defer) -> Anew | None:
@@ -65,6 +68,9 @@ class StepFrame:
         random: the model draws random numbers.
         anew: how a lazy output is made of a part where the step leaves rows out.
         lazy: such outputs, by position among the results.
+        groups: parameters that the step takes and gives back; None: they are there.
+        group_of: by parameter, its group.
+        stored: what lazy outputs need of parameters that need not be there when they are read.
     """
 
     facts: Facts
@@ -78,10 +84,25 @@ class StepFrame:
     random: bool = False
     anew: Callable[[Defer], Anew | None] = _as_it_is
     lazy: dict[int, Tensor] = field(default_factory=dict)
+    groups: StepGroups | None = None
+    group_of: Mapping[Node, int] = field(default_factory=dict)
+    stored: GraphGroups | None = None
 
     def value(self, node: Node) -> Any:
         """A value of the step, or a size as a number."""
         return value_of(node, self.values, self.sizes)
+
+    def behind(self, instruction: StepInstruction, inputs: list[Any]) -> list[Any]:
+        """What an instruction is given, with a node of autograd's where it reads groups of parameters."""
+        return inputs if self.groups is None else self.groups.behind(self._read(instruction), inputs)
+
+    def before(self, instruction: StepInstruction, outputs: Iterable[Any]) -> None:
+        """The backward of an instruction waits for the groups of parameters that it reads."""
+        if self.groups is not None:
+            self.groups.before(self._read(instruction), outputs)
+
+    def _read(self, instruction: StepInstruction) -> list[int]:
+        return sorted({self.group_of[v.node] for v in instruction.inputs if v.node in self.group_of})
 
     def segment(self, call: Call) -> tuple[Segment, SegmentRunner]:
         """The segment of a call, and what runs its programs."""
@@ -110,11 +131,13 @@ def run_step(body: Iterable[StepInstruction], frame: StepFrame) -> None:
 def _run_part(instruction: RunPart, frame: StepFrame) -> None:
     part = instruction.part
     given = [frame.value(n) for n in part.inputs]
+    given = frame.behind(instruction, given)
     if instruction.segment is None:
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):
             found = WholeSegment.apply(part, *given)
+    frame.before(instruction, found)
     frame.values.update(zip(part.outputs, found, strict=True))
 
 
@@ -127,10 +150,10 @@ def _call(instruction: Call, frame: StepFrame, unread: bool = False) -> None:
     backward = frame.program.backward_of(segment.index)
     procedures = None if unread else instruction.procedure, None if backward is None else backward.procedure
     whole = [frame.values[n] for n in segment.whole]
+    given = frame.behind(instruction, _inputs(segment, frame.values))
     with _kept_in(frame.store, instruction.place):
-        outputs = StreamedSegment.apply(
-            runner, frame.step, whole, procedures, *_inputs(segment, frame.values)
-        )
+        outputs = StreamedSegment.apply(runner, frame.step, whole, procedures, *given)
+    frame.before(instruction, outputs)
     frame.values.update(zip(segment.outputs, outputs, strict=True))
 
 
@@ -140,8 +163,9 @@ def _call_loss(instruction: CallLoss, frame: StepFrame) -> None:
     assert frame.sweep is not None and scaling is not None
     whole = [frame.values[n] for n in segment.whole]
     procedures = instruction.procedure, scaling.procedure
-    given = _inputs(segment, frame.values)
+    given = frame.behind(instruction, _inputs(segment, frame.values))
     found = OneSweepHead.apply(runner, frame.step, whole, frame.sweep, procedures, *given)
+    frame.before(instruction, found)
     frame.values.update(zip(instruction.part.outputs, found, strict=True))
 
 
@@ -159,6 +183,8 @@ def _group(instruction: Group, frame: StepFrame) -> None:
         again = next(runs) > 0
         local = {**fixed, **dict(zip(nodes, given, strict=True)), **(held if again else {})}
         inner = replace(outside, values=local)
+        if again and inner.groups is not None:
+            inner.groups = inner.groups.again()
         for own in instruction.body:
             unread = again and isinstance(own, Call) and own not in instruction.again
             _call(own, inner, unread=True) if unread else run_step([own], inner)  # type: ignore[arg-type]
@@ -191,9 +217,20 @@ def _defer(instruction: Defer, frame: StepFrame) -> None:
     (node,) = part.outputs
     shape, like = torch.Size(int(s.subs(frame.sizes)) for s in shape_of(node)), tensors_of(node)[0]
     given, anew = [frame.value(n) for n in part.inputs], frame.anew(instruction)
-    made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, *given)
+    made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, frame.stored, *given)
+    frame.before(instruction, [made])
     made.of_the_loss = is_shown(frame.facts, node)
     frame.lazy[instruction.position] = made
+
+
+def _take_parameters(instruction: TakeParameters, frame: StepFrame) -> None:
+    if frame.groups is not None:
+        frame.groups.take(instruction.group)
+
+
+def _give_back_parameters(instruction: GiveBackParameters, frame: StepFrame) -> None:
+    if frame.groups is not None:
+        frame.groups.give_back(instruction.group)
 
 
 def _nothing(instruction: StepInstruction, frame: StepFrame) -> None:
@@ -227,4 +264,6 @@ EXECUTE: Mapping[type, Callable[[Any, StepFrame], None]] = {
     Drop: _forget,
     Defer: _defer,
     Return: _nothing,
+    TakeParameters: _take_parameters,
+    GiveBackParameters: _give_back_parameters,
 }

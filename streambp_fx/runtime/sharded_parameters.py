@@ -1,0 +1,307 @@
+"""Parameters of which each device stores a piece, as a step takes them and gives them back.
+
+NOTE [parameters in pieces]: an engine (FSDP2, say) keeps a piece of each parameter on each device. Around the
+forward of a layer it gathers the layer's parameters, and lets them go again; in the backward it gathers them
+once more, and sums their gradients over the devices. It does so in hooks of modules. A captured graph has no
+modules, so a step calls what the hooks call, where its program says so (`passes.s6_schedule.sharding`). When
+and how often something is gathered or reduced stays the engine's affair; so does every setting of it.
+
+The graph is given full-size parameters, whose memory is there only between taking and giving back. Their
+gradients come from autograd, one for each parameter and backward, and the engine finds them as it always does.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..passes.graph.facts import Facts
+
+
+class ParameterGroup(abc.ABC):
+    """Parameters that are gathered together, and whose gradients are summed over the devices together.
+
+    Attributes:
+        name: of the module that they belong to, for messages.
+        of_caller: they are gathered around the call of the whole model, by its own hooks.
+        devices: how many store a piece.
+    """
+
+    name: str
+    of_caller: bool
+    devices: int
+
+    @abc.abstractmethod
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters in full size, of any dtype; their memory need not be there."""
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """The model is given the full-size parameters, and hooks that do nothing but what a graph can do."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """The model is as it was before `open`."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """A step has failed: the next one begins anew."""
+
+    @abc.abstractmethod
+    def take(self) -> None:
+        """In the forward: gather them, before somebody reads them."""
+
+    @abc.abstractmethod
+    def give_back(self) -> None:
+        """In the forward: nobody reads them any more."""
+
+    @abc.abstractmethod
+    def before_backward(self) -> None:
+        """In the backward: gather them, before somebody reads them. It may be called several times."""
+
+    @abc.abstractmethod
+    def after_backward(self) -> None:
+        """In the backward: their gradients are complete."""
+
+    @abc.abstractmethod
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Within: they are there. Between steps, for outputs that are computed when they are read."""
+
+    @abc.abstractmethod
+    def version(self) -> Hashable:
+        """Another one when what is stored has been changed."""
+
+    @abc.abstractmethod
+    def piece(self, parameter: Tensor) -> Tensor:
+        """What this device stores of a parameter: some of its numbers, or none."""
+
+
+class ShardedParameters:
+    """The groups of a model, and which of a graph's inputs are whose.
+
+    Args:
+        groups: of the model.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self.groups = tuple(groups)
+        self._resting = False
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within: the model has full-size parameters, and the hooks that gather them are not called."""
+        opened = []
+        try:
+            for group in self.groups:
+                opened.append(group)
+                group.open()
+            yield
+        except BaseException:
+            for group in opened:
+                group.abandon()
+            raise
+        finally:
+            for group in reversed(opened):
+                group.close()
+
+    def positions(self, inputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        """By number of the group, the positions of its parameters among the inputs of a graph."""
+        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group.parameters()}
+        found: dict[int, list[int]] = {}
+        for position, value in enumerate(inputs):
+            if id(value) in group_of:
+                found.setdefault(group_of[id(value)], []).append(position)
+        return {k: tuple(places) for k, places in sorted(found.items())}
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within: what runs is no step of the model, and takes nothing."""
+        before, self._resting = self._resting, True
+        try:
+            yield
+        finally:
+            self._resting = before
+
+
+class GraphGroups:
+    """The groups whose parameters a graph reads.
+
+    Args:
+        sharded: of the model.
+        inputs: with which the graph was captured.
+
+    Attributes:
+        positions: of the parameters of each group that the schedule takes, among the inputs of the graph.
+    """
+
+    def __init__(self, sharded: ShardedParameters, inputs: Sequence[Any]) -> None:
+        self._sharded, found = sharded, sharded.positions(inputs)
+        self.read = {k: sharded.groups[k] for k in found}
+        taken = [k for k, group in self.read.items() if not group.of_caller]
+        self.positions = [found[k] for k in taken]
+        self.taken = [sharded.groups[k] for k in taken]
+        self._all = found
+
+    def nodes(self, facts: Facts) -> tuple[tuple[Node, ...], ...]:
+        """The groups as nodes of a graph."""
+        given = [n for n in facts.nodes if n.op == "placeholder"]
+        return tuple(tuple(given[k] for k in places) for places in self.positions)
+
+    def in_step(self) -> StepGroups | None:
+        """For one step; None if what runs is none."""
+        return None if self._sharded._resting else StepGroups(self.taken)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """See `ShardedParameters`."""
+        with self._sharded.resting():
+            yield
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within: all parameters are there, see `ParameterGroup.gathered`."""
+        with contextlib.ExitStack() as stack:
+            for group in self.read.values():
+                stack.enter_context(group.gathered())
+            yield
+
+    def version(self) -> Hashable:
+        """Another one when what is stored has been changed."""
+        return tuple(group.version() for group in self.read.values())
+
+    def with_stand_ins(self, inputs: Sequence[Any]) -> list[Any]:
+        """Inputs of the graph whose memory need not be there are replaced by numbers like theirs.
+
+        NOTE [checked without the others]: a kind of step may be new on one device alone (padding, another
+        dtype), which checks it alone: nothing may be gathered. So it checks it with normal numbers that have
+        the mean and the deviation of the piece that it stores. Parameters that are alike share their memory:
+        there are as many numbers as in a layer, and what a step computes does not depend on it.
+        """
+        found, made = list(inputs), {}
+        for group, places in zip(self.taken, self.positions, strict=True):
+            for position in places:
+                parameter = inputs[position]
+                mean, deviation = _statistics(group.piece(parameter))
+                key = tuple(parameter.shape), parameter.dtype, round(mean, 1)
+                if key not in made:
+                    made[key] = _drawn(parameter, mean, deviation)
+                own = made[key].detach().requires_grad_(parameter.requires_grad)
+                found[position] = torch.nn.Parameter(own, parameter.requires_grad)
+        return found
+
+
+class StepGroups:
+    """The groups in one step: what of their backward is still to come.
+
+    NOTE [the last to read]: the gradients of a group are complete when all who read it in the forward have
+    run their backward. Each puts a node behind its inputs in autograd's graph, which runs when its own
+    backward has run, and the last of them says so. Who has no input with a gradient cannot; then nobody says
+    so, and the engine finds out at the end of the backward.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
+        self.groups = groups
+        self._to_come: Counter[int] = Counter()
+        self._untold: set[int] = set()
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Gather groups that anybody may read, also in the backward, until its end."""
+        for number in sorted(numbers):
+            self._untold.add(number)
+            self.take(number)
+
+    def take(self, number: int) -> None:
+        """Gather a group in the forward."""
+        self.groups[number].take()
+
+    def give_back(self, number: int) -> None:
+        """Nobody reads a group any more in the forward."""
+        self.groups[number].give_back()
+
+    def behind(self, read: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
+        """The inputs of somebody who reads groups, with a node behind those that have a gradient."""
+        found = list(inputs)
+        places = [k for k, v in enumerate(found) if _is_made(v)]
+        if not read or not torch.is_grad_enabled():
+            return found
+        if not places:
+            self._untold.update(read)
+            return found
+        self._to_come.update(read)
+        made = _Behind.apply(lambda: self._has_run(read), *(found[k] for k in places))
+        for k, value in zip(places, made, strict=True):
+            found[k] = value
+        return found
+
+    def before(self, read: Sequence[int], outputs: Iterable[Any]) -> None:
+        """The outputs of somebody who reads groups: before its backward they are gathered."""
+        nodes = {id(v.grad_fn): v.grad_fn for v in outputs if isinstance(v, Tensor) and v.grad_fn is not None}
+        for node in nodes.values() if read else ():
+            node.register_prehook(lambda _: self._before_backward(read))
+
+    def again(self) -> StepGroups:
+        """For instructions of the forward that are run again in the backward: autograd has its nodes."""
+        return _Again(self.groups)
+
+    def _before_backward(self, read: Sequence[int]) -> None:
+        for number in read:
+            self.groups[number].before_backward()
+
+    def _has_run(self, read: Sequence[int]) -> None:
+        self._to_come.subtract(read)
+        for number in reversed(read):
+            if self._to_come[number] <= 0 and number not in self._untold:
+                self.groups[number].after_backward()
+
+
+class _Again(StepGroups):
+    """The groups while a part of the forward is run again."""
+
+    def behind(self, read: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, as they are."""
+        return list(inputs)
+
+    def before(self, read: Sequence[int], outputs: Iterable[Any]) -> None:
+        """Nothing."""
+
+
+class _Behind(torch.autograd.Function):
+    """Its inputs, and in the backward a call when their gradients have come."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        ctx.call()
+        return (None, *gradients)
+
+
+def _is_made(value: Any) -> bool:
+    """True for what a gradient goes through, and not for a parameter."""
+    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
+
+
+def _statistics(piece: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation; those of a usual weight where there are no numbers."""
+    if not piece.numel():
+        return 0.0, 0.02
+    values = piece.detach().double()
+    return float(values.mean()), float(values.std(correction=0))
+
+
+def _drawn(parameter: Tensor, mean: float, deviation: float) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = tuple(parameter.shape)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32) * deviation + mean
+    return numbers.to(parameter.device, parameter.dtype)

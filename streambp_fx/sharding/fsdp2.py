@@ -1,0 +1,224 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): the groups of a model, by what its hooks call.
+
+Every difference between versions of PyTorch is in here. What is called has been there since 2.6:
+`FSDPState._pre_forward`, `_post_forward` and `_pre_backward`, `FSDPParamGroup.post_backward`, and of
+`FSDPParam` what makes a parameter of full size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.sharded_parameters import ParameterGroup
+
+MODULE = "torch.distributed.fsdp"
+
+
+class NotSupported(Exception):
+    """A setting of the engine that a streamed step cannot keep; says which."""
+
+
+def groups_of(model: nn.Module) -> list[ParameterGroup]:
+    """The groups of a model that `fully_shard` was called on, or on parts of it; none if it was not.
+
+    Raises:
+        NotSupported: a setting cannot be kept.
+    """
+    if MODULE not in sys.modules or not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    states: dict[int, tuple[str, nn.Module, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            states.setdefault(id(state), (name, module, state))
+    return [FSDP2Group(name, module, state, module is model) for name, module, state in states.values()]
+
+
+class FSDP2Group(ParameterGroup):
+    """What one call of `fully_shard` made.
+
+    Args:
+        name, module: the module, or the first of several.
+        state: what FSDP2 knows of it.
+        of_caller: the module is the model itself: its hooks are called around its forward.
+    """
+
+    def __init__(self, name: str, module: nn.Module, state: Any, of_caller: bool) -> None:
+        self.name, self.of_caller = name or type(module).__name__, of_caller
+        self._module, self._state = module, state
+        self._hooks: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
+
+    @property
+    def _groups(self) -> list[Any]:
+        own = getattr(self._state, "_fsdp_param_groups", None)  # one before 2.12
+        found = [self._state._fsdp_param_group] if own is None else own
+        return [g for g in found if g is not None]
+
+    @property
+    def _params(self) -> list[Any]:
+        return [p for g in self._groups for p in g.fsdp_params]
+
+    @property
+    def devices(self) -> int:  # type: ignore[override]
+        """How many store a piece."""
+        return max((_devices(g) for g in self._groups), default=1)
+
+    # ---- the model
+
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters in full size; their memory is there between `take` and `give_back`."""
+        return [p._unsharded_param for p in self._params]
+
+    def open(self) -> None:
+        """See `ParameterGroup`.
+
+        Raises:
+            NotSupported: a parameter is not what a graph can read.
+        """
+        self._state._lazy_init()  # what the first forward does
+        for group in self._groups:
+            for param in group.fsdp_params:
+                _make_unsharded(param, _devices(group), group.device)
+                param._setattr_on_modules(param._unsharded_param)
+        if not self.of_caller:
+            self._take_hooks_away()
+
+    def close(self) -> None:
+        """See `ParameterGroup`."""
+        for table, before in self._hooks:
+            table.clear()
+            table.update(before)
+        self._hooks.clear()
+        for group in self._groups:
+            for param in group.fsdp_params:
+                if group.is_sharded:
+                    param._setattr_on_modules(param.sharded_param)
+
+    def abandon(self) -> None:
+        """See `ParameterGroup`. What is on its way is waited for, and thrown away."""
+        if self.of_caller:
+            return  # its hooks are the caller's
+        for group in self._groups:
+            group.wait_for_unshard()
+            group._training_state = type(group._training_state).IDLE
+            group.reshard()
+        self._state._training_state = type(self._state._training_state).IDLE
+
+    def _take_hooks_away(self) -> None:
+        policy = self._state._mp_policy
+        before = policy.param_dtype if policy.cast_forward_inputs else None
+        for handle in _handles(self._state._pre_forward_hook_handle):
+            self._replace(handle, before, _before)
+        for handle in _handles(self._state._post_forward_hook_handle):
+            self._replace(handle, policy.output_dtype, _after)
+
+    def _replace(self, handle: Any, dtype: torch.dtype | None, make: Callable[[torch.dtype], Any]) -> None:
+        table = handle.hooks_dict_ref()
+        if table is None or handle.id not in table:
+            return
+        self._hooks.append((table, list(table.items())))
+        if dtype is None:
+            del table[handle.id]
+        else:
+            table[handle.id] = make(dtype)
+
+    # ---- a step
+
+    def take(self) -> None:
+        """What FSDP2's hook before the forward does, but for casting inputs, which the graph does."""
+        self._state._pre_forward(self._module, (), {})
+
+    def give_back(self) -> None:
+        """What FSDP2's hook after the forward does, but for casting outputs."""
+        self._state._post_forward(self._module, (), None)
+
+    def before_backward(self) -> None:
+        """What FSDP2's hook on the gradients of the module's outputs does."""
+        self._state._pre_backward(None)
+
+    def after_backward(self) -> None:
+        """What FSDP2 does when the gradients of the module's inputs have come."""
+        for group in reversed(self._groups):
+            group.post_backward()
+
+    # ---- between steps
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `ParameterGroup`."""
+        there = all(g.is_unsharded for g in self._groups)
+        if not there:
+            self._module.unshard()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            if not there:
+                self._module.reshard()  # type: ignore[operator]
+
+    def version(self) -> Hashable:
+        """See `ParameterGroup`."""
+        locals_ = [p._sharded_param_data for p in self._params]
+        return tuple((t._version, t.untyped_storage()._cdata) for t in locals_)
+
+    def piece(self, parameter: Tensor) -> Tensor:
+        """What this device stores of a parameter."""
+        (param,) = (p for p in self._params if p._unsharded_param is parameter)
+        local: Tensor = param.sharded_param.detach().to_local()
+        return local
+
+
+def _handles(handle: Any) -> list[Any]:
+    return list(getattr(handle, "handles", (handle,)))
+
+
+def _devices(group: Any) -> int:
+    return int(group.mesh_info.shard_mesh_size) if hasattr(group.mesh_info, "shard_mesh_size") else 1
+
+
+def _make_unsharded(param: Any, devices: int, device: torch.device) -> None:
+    """The parameter of full size, without memory: nothing is gathered for it."""
+    if hasattr(param, "_unsharded_param"):
+        return
+    if hasattr(param._sharded_local_tensor, "fsdp_post_all_gather") or param.is_dtensor:
+        raise NotSupported(f"{param._param_fqn} is gathered in a way of its own")
+    (given,) = param.all_gather_inputs
+    param.init_all_gather_outputs([given.numel()], [given.dtype], devices, device)
+    param.init_unsharded_param()
+    param.free_unsharded_param()
+
+
+def _before(dtype: torch.dtype) -> Any:
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    return cast_inputs
+
+
+def _after(dtype: torch.dtype) -> Any:
+    def cast_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast(output, dtype)
+
+    return cast_outputs
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in tuples, lists, dicts and dataclasses, cast as FSDP2 casts them."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if dataclasses.is_dataclass(value) and isinstance(value, dict):  # the outputs of transformers
+        return type(value)(**{k: _cast(v, dtype) for k, v in value.items()})
+    if isinstance(value, dict):
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        made = [_cast(v, dtype) for v in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return value
