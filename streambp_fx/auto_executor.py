@@ -63,6 +63,10 @@ class AutoExecutor:
     """A compiled graph whose chunk, loss chunk or memory policy is chosen: once for each length (to the next
     `STEP`).
 
+    NOTE [what devices choose]: each device chooses for its own length and memory, without asking the others.
+    Where parameters are gathered from pieces, what is chosen must not change in which order: segments that
+    are run again together gather theirs in another order. So `every` is not chosen then.
+
     Args:
         facts: facts of the graph.
         options: `memory` is the budget; without one, a share of what is free on the device.
@@ -80,6 +84,8 @@ class AutoExecutor:
         self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
         auto = options.policy == "auto"
         self.policies = candidates(options.stored) if auto else [options.stored]
+        if stored is not None and stored.taken:  # see NOTE [what devices choose]
+            self.policies = [p for p in self.policies if p.every == options.stored.every]
         first = Executor(facts, options.storing(self.policies[0]), stored=stored)
         self.executors = {self.policies[0]: first}
         self.costs: dict[Policy, StepCost] = {}
@@ -136,6 +142,9 @@ class AutoExecutor:
             self.chosen(replace(self.options.storing(policy), chunk=rows), found.loss_rows)
         return self.choices[key]
 
+    def _pieces(self, inputs: Sequence[Any]) -> dict[int, int]:
+        return {} if self.stored is None else self.stored.devices(inputs)
+
     def _loss_rows(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
         """As many rows of the loss head at once as the step has memory for at its peak, wherever that is."""
         sequences = self.executors[self.policies[0]].sequences(others)
@@ -155,7 +164,7 @@ class AutoExecutor:
             return self.policies[0], self.options.rows
         budget = self.options.memory_bytes
         if budget is None:
-            budget = activation_budget([v for v in inputs if isinstance(v, Tensor)])
+            budget = activation_budget([v for v in inputs if isinstance(v, Tensor)], self._pieces(inputs))
         rows_tried = chunk_sizes(self.executors[self.policies[0]].sequences(others))
         smallest: tuple[int, Policy, int] | None = None
         for policy in self.policies:
@@ -196,11 +205,12 @@ class AutoExecutor:
         return self.executors[policy]
 
 
-def activation_budget(tensors: Sequence[Tensor]) -> int | None:
+def activation_budget(tensors: Sequence[Tensor], pieces: Mapping[int, int] | None = None) -> int | None:
     """Bytes that activations may take: a share of what is free, less the gradients that are still to come.
 
     Args:
         tensors: inputs of the graph, parameters among them, of any shape and dtype; all are on one device.
+        pieces: by `id` of a parameter, in how many pieces it and its gradient are stored, if not in one.
 
     Returns:
         None where it cannot be told what is free.
@@ -209,7 +219,8 @@ def activation_budget(tensors: Sequence[Tensor]) -> int | None:
     free = free_bytes(device)
     if free is None:
         return None
-    coming = sum(t.nbytes for t in tensors if t.is_leaf and t.requires_grad and t.grad is None)
+    leaves = (t for t in tensors if t.is_leaf and t.requires_grad and t.grad is None)
+    coming = sum(t.nbytes // (pieces or {}).get(id(t), 1) for t in leaves)
     return max(0, int(SHARE * free) - coming)
 
 

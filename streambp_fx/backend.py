@@ -288,6 +288,7 @@ class CompiledGraph:
             facts.placeless = self.placeless
             if self.stored is not None:
                 facts.parameter_groups = self.stored.nodes(facts)
+                facts.forward_only_groups = self.stored.forward_only
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""

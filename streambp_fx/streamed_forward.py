@@ -284,6 +284,7 @@ class StreamedForward:
             ignore_logging_functions=set(LOGGERS),
             allow_unspec_int_on_nn_module=True,
             recompile_limit=RECOMPILE_LIMIT,
+            optimize_ddp=False,  # it would cut the graph where a bucket ends
         )
         try:
             with settings, self._first_announced():

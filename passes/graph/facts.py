@@ -232,6 +232,8 @@ class Facts:
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
     # parameters that are gathered together, each from pieces on several devices, before they are read
     parameter_groups: tuple[tuple[Node, ...], ...] = ()
+    # those that are not to be gathered in the backward
+    forward_only_groups: frozenset[int] = frozenset()
 
     def in_numbers(self, size: sympy.Expr) -> float:
         """A size of anything in the call that was captured; a symbol that is not known there counts as 2."""

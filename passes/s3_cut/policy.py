@@ -88,7 +88,13 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
     if group[-1].mixings:
         return facts.trains(group[-1]) and layers < policy.every
     again = policy.save == "inputs" or policy.every > 1
-    return len(group) == 1 and again and _looks_up(facts, group[0])
+    return len(group) == 1 and again and _looks_up(facts, group[0]) and _is_there_again(facts, group[0])
+
+
+def _is_there_again(facts: Facts, segment: Segment) -> bool:
+    """True if all parameters of a segment are there in the backward."""
+    away = {n for k in facts.forward_only_groups for n in facts.parameter_groups[k]}
+    return away.isdisjoint(segment.constants)
 
 
 def _looks_up(facts: Facts, segment: Segment) -> bool:

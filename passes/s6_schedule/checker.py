@@ -68,6 +68,8 @@ def check_step(program: StepProgram, dropped: bool = True) -> None:
     """
     state = _State(program, dropped)
     for part in (program.prologue, program.forward, program.backward):
+        if part is program.backward:
+            state.gathered |= program.forward_only  # nobody asks for them
         for instruction in part:
             _follow(state, instruction)
     try:
@@ -142,7 +144,7 @@ class _State:
         missing = [v.name for v in self.program.gradients if v not in self.handed_over]
         if missing and self.program.backward:
             raise _Fault(f"{missing[0]} is not handed over")
-        if self.gathered:
+        if self.gathered - self.program.forward_only:
             raise _Fault(f"group {min(self.gathered)} of parameters is not given back")
         left = self.held - {*self.program.given, *self.program.returned}
         if left and self.dropped:

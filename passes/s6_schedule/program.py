@@ -328,6 +328,7 @@ class StepProgram:
         forward: up to the results.
         backward: from the gradients of the results to those of the parameters; empty without gradients.
         groups: parameters that are there only between taking them and giving them back.
+        forward_only: groups that the backward does not take, nor read.
     """
 
     given: tuple[Value, ...]
@@ -337,6 +338,7 @@ class StepProgram:
     forward: tuple[StepInstruction, ...]
     backward: tuple[StepInstruction, ...]
     groups: tuple[tuple[Value, ...], ...] = ()
+    forward_only: frozenset[int] = frozenset()
     _backward_of: dict[int, Call] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def instructions(self) -> Iterator[StepInstruction]:

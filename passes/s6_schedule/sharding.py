@@ -1,8 +1,8 @@
 """sharding: parameters of which each device stores a piece are taken before they are read, and given back.
 
-NOTE [one gather a layer]: what gathers and reduces stands between segments and never in the program of a chunk,
-so how often it runs does not depend on how many chunks there are. It depends on the graph alone, and devices
-that run other lengths, other chunks or other samples gather and reduce the same things in the same order.
+NOTE [one gather a layer]: what gathers and reduces stands between segments and never in the program of a
+chunk, so how often it runs does not depend on how many chunks there are. It depends on the graph alone, and
+devices that run other lengths, other chunks or other samples gather and reduce the same in the same order.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def take_parameters(program: StepProgram, parts: StepParts) -> StepProgram:
     takes = tuple(TakeParameters(group=k, inputs=groups[k]) for k in held)
     gives = tuple(GiveBackParameters(group=k, inputs=groups[k]) for k in held)
     forward = tuple(taking.around(program.forward, held))
-    backward = tuple(taking.around(program.backward, held))
+    backward = tuple(taking.around(program.backward, parts.forward_only_groups.union(held)))
     if backward:
         backward = (*backward[:1], *takes, *backward[1:], *gives)  # after what comes from the caller
     return replace(
         program,
         groups=groups,
+        forward_only=parts.forward_only_groups,
         prologue=(*takes, *program.prologue),
         forward=(*forward[:-1], *gives, *forward[-1:]),  # before what goes to the caller
         backward=backward,

@@ -110,6 +110,19 @@ class StepParts:
         groups = enumerate(self.facts.parameter_groups)
         return frozenset(k for k, group in groups if not read.isdisjoint(group))
 
+    @cached_property
+    def forward_only_groups(self) -> frozenset[int]:
+        """Groups that the backward does without: what reads them is run once, by autograd, which reads no
+        parameter again if it is a table that is looked up.
+        """
+        groups, segments = self.facts.parameter_groups, self.facts.segments
+        by_chunks = [
+            s for s, own in zip(segments, self.segments, strict=True) if not isinstance(own, Subgraph)
+        ]
+        again = {n for s in by_chunks for n in s.constants}
+        honoured = (k for k in self.facts.forward_only_groups if again.isdisjoint(groups[k]))
+        return frozenset(honoured) - self.held_groups
+
     @property
     def moves(self) -> bool:
         """True if what is kept leaves the device: the CPU's memory is host memory."""

@@ -198,7 +198,7 @@ class Executor:
 
     def _take_held(self) -> StepGroups | None:
         """Groups of parameters that are read between the segments are there before anything is asked."""
-        groups = None if self.stored is None else self.stored.in_step()
+        groups = None if self.stored is None else self.stored.in_step(self.parts.forward_only_groups)
         if groups is not None:
             groups.hold(self.parts.held_groups)
         return groups

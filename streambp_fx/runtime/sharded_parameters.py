@@ -7,7 +7,7 @@ modules, so a step calls what the hooks call, where its program says so (`passes
 and how often something is gathered or reduced stays the engine's affair; so does every setting of it.
 
 The graph is given full-size parameters, whose memory is there only between taking and giving back. Their
-gradients come from autograd, one for each parameter and backward, and the engine finds them as it always does.
+gradients come from autograd, one for each parameter and backward, and the engine finds them as always.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,13 @@ class ParameterGroup(abc.ABC):
         name: of the module that they belong to, for messages.
         of_caller: they are gathered around the call of the whole model, by its own hooks.
         devices: how many store a piece.
+        in_backward: `before_backward` gathers them.
     """
 
     name: str
     of_caller: bool
     devices: int
+    in_backward: bool
 
     @abc.abstractmethod
     def parameters(self) -> Sequence[Tensor]:
@@ -63,8 +65,12 @@ class ParameterGroup(abc.ABC):
         """In the forward: nobody reads them any more."""
 
     @abc.abstractmethod
-    def before_backward(self) -> None:
-        """In the backward: gather them, before somebody reads them. It may be called several times."""
+    def before_backward(self, read: bool) -> None:
+        """In the backward: gather them, before somebody reads them. It may be called several times.
+
+        Args:
+            read: somebody does; False: only their gradients will come, and the engine may do without.
+        """
 
     @abc.abstractmethod
     def after_backward(self) -> None:
@@ -147,16 +153,22 @@ class GraphGroups:
         taken = [k for k, group in self.read.items() if not group.of_caller]
         self.positions = [found[k] for k in taken]
         self.taken = [sharded.groups[k] for k in taken]
+        # Groups that nobody gathers in the backward.
+        self.forward_only = frozenset(k for k, g in enumerate(self.taken) if not g.in_backward)
         self._all = found
+
+    def devices(self, inputs: Sequence[Any]) -> dict[int, int]:
+        """By `id` of a parameter, how many devices store a piece of it."""
+        return {id(inputs[k]): self.read[g].devices for g, places in self._all.items() for k in places}
 
     def nodes(self, facts: Facts) -> tuple[tuple[Node, ...], ...]:
         """The groups as nodes of a graph."""
         given = [n for n in facts.nodes if n.op == "placeholder"]
         return tuple(tuple(given[k] for k in places) for places in self.positions)
 
-    def in_step(self) -> StepGroups | None:
-        """For one step; None if what runs is none."""
-        return None if self._sharded._resting else StepGroups(self.taken)
+    def in_step(self, forward_only: Collection[int]) -> StepGroups | None:
+        """For one step whose backward does without some groups; None if what runs is no step."""
+        return None if self._sharded._resting else StepGroups(self.taken, forward_only)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -200,14 +212,18 @@ class GraphGroups:
 class StepGroups:
     """The groups in one step: what of their backward is still to come.
 
+    Args:
+        groups: by number.
+        forward_only: those that the backward does not read.
+
     NOTE [the last to read]: the gradients of a group are complete when all who read it in the forward have
     run their backward. Each puts a node behind its inputs in autograd's graph, which runs when its own
     backward has run, and the last of them says so. Who has no input with a gradient cannot; then nobody says
     so, and the engine finds out at the end of the backward.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        self.groups = groups
+    def __init__(self, groups: Sequence[ParameterGroup], forward_only: Collection[int] = ()) -> None:
+        self.groups, self._forward_only = groups, forward_only
         self._to_come: Counter[int] = Counter()
         self._untold: set[int] = set()
 
@@ -248,11 +264,11 @@ class StepGroups:
 
     def again(self) -> StepGroups:
         """For instructions of the forward that are run again in the backward: autograd has its nodes."""
-        return _Again(self.groups)
+        return _Again(self.groups, self._forward_only)
 
     def _before_backward(self, read: Sequence[int]) -> None:
         for number in read:
-            self.groups[number].before_backward()
+            self.groups[number].before_backward(number not in self._forward_only)
 
     def _has_run(self, read: Sequence[int]) -> None:
         self._to_come.subtract(read)

@@ -96,6 +96,10 @@ class StepFrame:
         """What an instruction is given, with a node of autograd's where it reads groups of parameters."""
         return inputs if self.groups is None else self.groups.behind(self._read(instruction), inputs)
 
+    def reads_once(self, instruction: StepInstruction) -> bool:
+        """True if parameters that an instruction reads are not there in the backward."""
+        return self.groups is not None and not self.program.forward_only.isdisjoint(self._read(instruction))
+
     def before(self, instruction: StepInstruction, outputs: Iterable[Any]) -> None:
         """The backward of an instruction waits for the groups of parameters that it reads."""
         if self.groups is not None:
@@ -132,7 +136,7 @@ def _run_part(instruction: RunPart, frame: StepFrame) -> None:
     part = instruction.part
     given = [frame.value(n) for n in part.inputs]
     given = frame.behind(instruction, given)
-    if instruction.segment is None:
+    if instruction.segment is None or frame.reads_once(instruction):
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):

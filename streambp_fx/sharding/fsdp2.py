@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,8 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
     states: dict[int, tuple[str, nn.Module, Any]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            states.setdefault(id(state), (name, module, state))
+            state: Any = module._get_fsdp_state()
+            states.setdefault(id(state), (name, cast(Any, module), state))
     return [FSDP2Group(name, module, state, module is model) for name, module, state in states.values()]
 
 
@@ -54,8 +55,17 @@ class FSDP2Group(ParameterGroup):
 
     def __init__(self, name: str, module: nn.Module, state: Any, of_caller: bool) -> None:
         self.name, self.of_caller = name or type(module).__name__, of_caller
-        self._module, self._state = module, state
+        # compiled graphs hold groups, and must not hold the model
+        self._weak_module, self._weak_state = weakref.ref(module), weakref.ref(state)
         self._hooks: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
+
+    @property
+    def _module(self) -> Any:
+        return self._weak_module()
+
+    @property
+    def _state(self) -> Any:
+        return self._weak_state()
 
     @property
     def _groups(self) -> list[Any]:
@@ -71,6 +81,11 @@ class FSDP2Group(ParameterGroup):
     def devices(self) -> int:  # type: ignore[override]
         """How many store a piece."""
         return max((_devices(g) for g in self._groups), default=1)
+
+    @property
+    def in_backward(self) -> bool:  # type: ignore[override]
+        """False for what `set_unshard_in_backward(False)` was called on."""
+        return all(g.unshard_in_backward for g in self._groups)
 
     # ---- the model
 
@@ -141,9 +156,11 @@ class FSDP2Group(ParameterGroup):
         """What FSDP2's hook after the forward does, but for casting outputs."""
         self._state._post_forward(self._module, (), None)
 
-    def before_backward(self) -> None:
+    def before_backward(self, read: bool) -> None:
         """What FSDP2's hook on the gradients of the module's outputs does."""
         self._state._pre_backward(None)
+        if read and not all(g.is_unsharded for g in self._groups):
+            self._module.unshard()
 
     def after_backward(self) -> None:
         """What FSDP2 does when the gradients of the module's inputs have come."""
@@ -157,12 +174,12 @@ class FSDP2Group(ParameterGroup):
         """See `ParameterGroup`."""
         there = all(g.is_unsharded for g in self._groups)
         if not there:
-            self._module.unshard()  # type: ignore[operator]
+            self._module.unshard()
         try:
             yield
         finally:
             if not there:
-                self._module.reshard()  # type: ignore[operator]
+                self._module.reshard()
 
     def version(self) -> Hashable:
         """See `ParameterGroup`."""

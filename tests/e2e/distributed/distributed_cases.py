@@ -51,7 +51,7 @@ class Case:
 
 
 def _llama(**changes: Any) -> nn.Module:
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.LlamaConfig(
         **{**sizes, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "use_cache": False, **changes}
     )
@@ -87,7 +87,9 @@ def _experts() -> nn.Module:
         head_dim=8,
         use_cache=False,
     )
-    return transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation("batched_mm")  # PyTorch's grouped product takes no float64
+    return model
 
 
 def _lora() -> nn.Module:
@@ -143,6 +145,14 @@ def _parts(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def _embedding_once(model: nn.Module) -> nn.Module:
+    """As torchtitan does: the backward of an embedding does not read it."""
+    fully_shard(model.model.embed_tokens)
+    _fsdp2(model)
+    model.model.embed_tokens.set_unshard_in_backward(False)
+    return model
+
+
 def _kept(model: nn.Module) -> nn.Module:
     return _fsdp2(model, reshard_after_forward=False)
 
@@ -162,6 +172,7 @@ ENGINES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "layers": _layers_only,
     "parts": _parts,
     "kept": _kept,
+    "embedding_once": _embedding_once,
     "mixed": _mixed,
     "ddp": lambda model: _ddp(model, bucket_cap_mb=0.02),
     "ddp_unused": lambda model: _ddp(model, find_unused_parameters=True),
