@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -131,20 +131,24 @@ class FSDP2Group(ParameterGroup):
     def _take_hooks_away(self) -> None:
         policy = self._state._mp_policy
         before = policy.param_dtype if policy.cast_forward_inputs else None
-        for handle in _handles(self._state._pre_forward_hook_handle):
-            self._replace(handle, before, _before)
-        for handle in _handles(self._state._post_forward_hook_handle):
-            self._replace(handle, policy.output_dtype, _after)
+        own = {handle.id for handle in self._handles()}
+        for module in self._state._modules:
+            self._replace(module._forward_pre_hooks, own, None if before is None else _before(before))
+            after = policy.output_dtype
+            self._replace(module._forward_hooks, own, None if after is None else _after(after))
 
-    def _replace(self, handle: Any, dtype: torch.dtype | None, make: Callable[[torch.dtype], Any]) -> None:
-        table = handle.hooks_dict_ref()
-        if table is None or handle.id not in table:
-            return
+    def _handles(self) -> list[Any]:
+        """Of several modules there is one handle for all hooks, of both kinds."""
+        handles = self._state._pre_forward_hook_handle, self._state._post_forward_hook_handle
+        return [own for handle in handles for own in getattr(handle, "handles", (handle,))]
+
+    def _replace(self, table: dict[int, Any], own: set[int], hook: Any | None) -> None:
         self._hooks.append((table, list(table.items())))
-        if dtype is None:
-            del table[handle.id]
-        else:
-            table[handle.id] = make(dtype)
+        for key in own.intersection(table):
+            if hook is None:
+                del table[key]
+            else:
+                table[key] = hook
 
     # ---- a step
 
@@ -191,10 +195,6 @@ class FSDP2Group(ParameterGroup):
         (param,) = (p for p in self._params if p._unsharded_param is parameter)
         local: Tensor = param.sharded_param.detach().to_local()
         return local
-
-
-def _handles(handle: Any) -> list[Any]:
-    return list(getattr(handle, "handles", (handle,)))
 
 
 def _devices(group: Any) -> int:
