@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..passes.graph.subgraph import Subgraph
+from .segments.owned_buffers import changing_memory
 from .segments.whole_segment import WholeSegment
 from .sharded_parameters import GraphGroups
 
@@ -223,7 +224,7 @@ class LazyOutput(torch.autograd.Function):
         Args:
             stored: parameters that need not be there then.
         """
-        plain = tuple(v.detach() if isinstance(v, Tensor) else v for v in inputs)
+        plain = tuple(_detached(v) if isinstance(v, Tensor) else v for v in inputs)
         WholeSegment.remember(ctx, part.module, False, inputs)
         ctx.anew, ctx.stored = anew, stored
         read = [v for v in plain if isinstance(v, Tensor)] if anew is None else anew.inputs
@@ -245,6 +246,10 @@ class LazyOutput(torch.autograd.Function):
         if ctx.anew is not None:
             ctx.anew.check(found)
         return (None, None, None, None, None, None, *found)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor if tensor in changing_memory else tensor.detach()
 
 
 def _gathered(stored: GraphGroups | None) -> contextlib.AbstractContextManager[None]:

@@ -77,6 +77,10 @@ class ParameterGroup(abc.ABC):
         """In the backward: their gradients are complete."""
 
     @abc.abstractmethod
+    def end_of_backward(self) -> None:
+        """The backward has ended, also for those of whom nobody has said it."""
+
+    @abc.abstractmethod
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Within: they are there. Between steps, for outputs that are computed when they are read."""
 
@@ -94,10 +98,15 @@ class ShardedParameters:
 
     Args:
         groups: of the model.
+        around: what else of the model is to be otherwise while it has full-size parameters.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
-        self.groups = tuple(groups)
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.groups, self._around = tuple(groups), around
         self._resting = False
 
     @contextlib.contextmanager
@@ -108,7 +117,8 @@ class ShardedParameters:
             for group in self.groups:
                 opened.append(group)
                 group.open()
-            yield
+            with self._around():
+                yield
         except BaseException:
             for group in opened:
                 group.abandon()
@@ -225,6 +235,7 @@ class StepGroups:
     def __init__(self, groups: Sequence[ParameterGroup], forward_only: Collection[int] = ()) -> None:
         self.groups, self._forward_only = groups, forward_only
         self._to_come: Counter[int] = Counter()
+        self._ends = False
         self._untold: set[int] = set()
 
     def hold(self, numbers: Iterable[int]) -> None:
@@ -267,8 +278,16 @@ class StepGroups:
         return _Again(self.groups, self._forward_only)
 
     def _before_backward(self, read: Sequence[int]) -> None:
+        if not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         for number in read:
             self.groups[number].before_backward(number not in self._forward_only)
+
+    def _end(self) -> None:
+        self._ends = False
+        for group in self.groups:
+            group.end_of_backward()
 
     def _has_run(self, read: Sequence[int]) -> None:
         self._to_come.subtract(read)

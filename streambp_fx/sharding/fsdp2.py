@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..runtime.sharded_parameters import ParameterGroup
+from ..runtime.sharded_parameters import ParameterGroup, ShardedParameters
 
 MODULE = "torch.distributed.fsdp"
 
@@ -26,14 +26,10 @@ class NotSupported(Exception):
     """A setting of the engine that a streamed step cannot keep; says which."""
 
 
-def groups_of(model: nn.Module) -> list[ParameterGroup]:
-    """The groups of a model that `fully_shard` was called on, or on parts of it; none if it was not.
-
-    Raises:
-        NotSupported: a setting cannot be kept.
-    """
+def sharded(model: nn.Module) -> ShardedParameters | None:
+    """The groups of a model that `fully_shard` was called on, or on parts of it; None if it was not."""
     if MODULE not in sys.modules or not torch.distributed.is_available():
-        return []
+        return None
     from torch.distributed.fsdp import FSDPModule
 
     states: dict[int, tuple[str, nn.Module, Any]] = {}
@@ -41,7 +37,8 @@ def groups_of(model: nn.Module) -> list[ParameterGroup]:
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             states.setdefault(id(state), (name, cast(Any, module), state))
-    return [FSDP2Group(name, module, state, module is model) for name, module, state in states.values()]
+    groups = [FSDP2Group(name, module, state, module is model) for name, module, state in states.values()]
+    return ShardedParameters(groups) if groups else None
 
 
 class FSDP2Group(ParameterGroup):
@@ -170,6 +167,9 @@ class FSDP2Group(ParameterGroup):
         """What FSDP2 does when the gradients of the module's inputs have come."""
         for group in reversed(self._groups):
             group.post_backward()
+
+    def end_of_backward(self) -> None:
+        """FSDP2 has seen to it by a callback of its own."""
 
     # ---- between steps
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...passes.graph.facts import Facts
 
@@ -21,7 +22,11 @@ def as_it_is(tensor: Tensor) -> Tensor:
     saved leaf would be read with the new one. Eager reads what its ops have saved, which is the old one.
     """
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    return tensor.detach() if plain and tensor.is_leaf else tensor
+    return tensor.detach() if plain and tensor.is_leaf and tensor not in changing_memory else tensor
+
+
+# Parameters that an engine gives other memory each time it gathers them; only it does so.
+changing_memory: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def attribute(facts: Facts, node: Node) -> Any:
