@@ -23,7 +23,7 @@ from .checking.self_check import self_check
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .dynamo.live_objects import Registry
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
-from .dynamo.this_backend import MARK, modules_of_frame
+from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame
 from .errors import CompileError, StreamBPWarning
 from .models.experts import declare_experts
 from .models.recorded_outputs import trace_recorders
@@ -51,6 +51,11 @@ Report = Callable[[Schedule], None]
 # NOTE [finding schedules]: what Dynamo compiled belongs to Dynamo. `schedule(model)` finds it again by the
 # model's parameters; nothing is kept alive by this set, and nothing is decided by it.
 _compiled: Registry[CompiledGraph] = Registry()
+CUT_AT_BUCKETS = (
+    "Dynamo has cut the graph where a bucket of DistributedDataParallel is full, and hands over pieces that "
+    "cannot be streamed. Write this before the first step: torch._dynamo.config.optimize_ddp = False. Or use "
+    "streambp_fx.transform(model) in the place of torch.compile, which does so by itself."
+)
 # What compiled graphs run in: a memory meter, which Dynamo would refuse around the call from outside.
 around: ContextVar[Callable[[], contextlib.AbstractContextManager[Any]]] = ContextVar(
     "streambp_around", default=contextlib.nullcontext
@@ -74,9 +79,11 @@ def streambp(
 
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
-        CompileError: a pass failed.
+        CompileError: a pass failed, or DDP's buckets have cut the graph.
     """
     parsed = Options.parse({"logits": "lazy", **(options or {})})
+    if is_cut_at_buckets():
+        raise CompileError(CUT_AT_BUCKETS)
     modules = list(modules_of_frame())
     if declare_recurrences(modules) | declare_experts(modules):
         trace_again("recurrences as ops, and experts as products")
