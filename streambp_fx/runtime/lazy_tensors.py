@@ -107,7 +107,9 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in GRADIENTS and _is_of_the_loss((args[1:], kwargs) if func is torch.autograd.grad else args):
+        hooked = func is Tensor.register_hook and _is_of_an_engine(args[1:], kwargs)
+        asked = (args[1:], kwargs) if func is torch.autograd.grad else args
+        if func in GRADIENTS and not hooked and _is_of_the_loss(asked):
             raise RuntimeError(OF_THE_LOSS)
         if func in KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
@@ -132,6 +134,12 @@ class LazyTensor(torch.Tensor):
 def _is_of_the_loss(values: Any) -> bool:
     leaves = torch.utils._pytree.tree_leaves(values)
     return any(isinstance(v, LazyTensor) and v.of_the_loss for v in leaves)
+
+
+def _is_of_an_engine(args: Any, kwargs: Any) -> bool:
+    """True for a hook that gathers parameters before a backward, and has no use for the gradient."""
+    hooks = (*args, *kwargs.values())
+    return all(str(getattr(h, "__module__", "")).startswith("torch.distributed.") for h in hooks)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -187,8 +187,9 @@ class FSDP2Group(ParameterGroup):
 
     def version(self) -> Hashable:
         """See `ParameterGroup`."""
-        locals_ = [p._sharded_param_data for p in self._params]
-        return tuple((t._version, t.untyped_storage()._cdata) for t in locals_)
+        # an optimizer changes the DTensor, `load_state_dict` may change what lies in it
+        pieces = [(p.sharded_param, p.sharded_param._local_tensor) for p in self._params]
+        return tuple((t._version, own._version, own.untyped_storage()._cdata) for t, own in pieces)
 
     def piece(self, parameter: Tensor) -> Tensor:
         """What this device stores of a parameter."""
