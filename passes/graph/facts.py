@@ -229,6 +229,7 @@ class Facts:
     epilogue: list[Node] = field(default_factory=list)
     lazy: dict[int, Node] = field(default_factory=dict)
     context: set[Node] = field(default_factory=set)  # of reduced values, those that no row goes into
+    of_call: set[Node] = field(default_factory=set)  # not of the model alone
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
     # parameters that are gathered together, each from pieces on several devices, before they are read
     parameter_groups: tuple[tuple[Node, ...], ...] = ()

@@ -18,6 +18,12 @@ def source_expression(placeholder: torch.fx.Node) -> str:
     return name() if callable(name) else name
 
 
+def is_kept_by_model(node: torch.fx.Node) -> bool:
+    """True for a parameter or a buffer of a module."""
+    source = node.meta.get("source", "")
+    return node.op == "placeholder" and ("._buffers[" in source or "._parameters[" in source)
+
+
 def path(placeholder: torch.fx.Node) -> str:
     """Dotted name of a captured parameter or buffer in its model, "model.norm.weight"; an input's name."""
     source = placeholder.meta.get("source", "")

@@ -24,7 +24,7 @@ from ..graph.facts import (
 )
 from ..graph.functionalization import MutationError, NotPureError
 from ..graph.purity import is_random
-from ..graph.sources import path
+from ..graph.sources import is_kept_by_model, path
 from ..rules import Rule, RuleContext, rule_for
 from ..rules.asking import ask
 from ..rules.pointwise import align, pointwise
@@ -49,6 +49,8 @@ def axes(captured: CapturedGraph) -> Facts:
         if node.op == "output":
             continue
         facts.kinds[node] = _kind(facts, node)
+        if not is_kept_by_model(node) and (not operands(node) or facts.of_call.intersection(operands(node))):
+            facts.of_call.add(node)
         sources = gradients.of(node, facts.needs_grad)
         if sources or (node.op == "placeholder" and node in facts.differentiable):
             facts.needs_grad.add(node)
@@ -176,14 +178,16 @@ def _is_context(facts: Facts, node: Node, kinds: set[Kind]) -> bool:
     NOTE [context]: what an encoder gives, or the tower of a picture, is read by rows of the sequence and
     has none of its own. A weight that is scaled is as cheap to make anew in each chunk as to read; a tower
     is not. What tells them apart is an op of parameters and data that is neither elementwise nor a view.
+    What a model keeps in buffers (the vectors of spectral norm) is no data.
     Such a value, and all that is made of it without the sequence, is made once, before what reads it.
     """
     if kinds & {Kind.STREAM, Kind.REDUCED}:
         reduced = [n for n in operands(node) if facts.kinds[n] is Kind.REDUCED]
         return Kind.STREAM not in kinds and facts.context.issuperset(reduced)
+    data = any(n in facts.of_call and facts.kinds[n] is Kind.WHOLE for n in operands(node))
     target = node.target
     cheap = torch.Tag.pointwise in getattr(target, "tags", ()) or getattr(target, "is_view", False)
-    return {Kind.CONSTANT, Kind.WHOLE} <= kinds and not cheap
+    return Kind.CONSTANT in kinds and data and not cheap
 
 
 def custom_layout(context: RuleContext, node: Node) -> Layout:

@@ -365,5 +365,6 @@ def assert_same_for_any_chunk(case: Case, door: str) -> None:
         model = case.make(door)
         call = streamed(model, door, {**options_of(case), "chunk": chunk, "loss_chunk": chunk})
         torch.manual_seed(11)
-        losses.append(float(total(call(tokens(2, 33))).detach()))
+        with our_warnings():
+            losses.append(float(total(call(tokens(2, 33))).detach()))
     assert abs(losses[0] - losses[1]) < 1e-9 * abs(losses[1]), f"chunks of 8 and 64 rows: {losses}"
