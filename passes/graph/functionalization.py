@@ -292,7 +292,6 @@ def _changed(given: Sequence[Any]) -> list[int]:
     for position, value in enumerate(given):
         if not isinstance(value, FunctionalTensor):
             continue
-        torch._sync(value)
         if torch._functionalize_has_metadata_mutation(value.elem):
             raise MutationError("the shape or the memory of an input is changed in place")
         if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
