@@ -92,9 +92,12 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
 
 
 def _is_there_again(facts: Facts, segment: Segment) -> bool:
-    """True if all parameters of a segment are there in the backward."""
-    away = {n for k in facts.forward_only_groups for n in facts.parameter_groups[k]}
-    return away.isdisjoint(segment.constants)
+    """True if the parameters of a segment are there in the backward, and need not be gathered.
+
+    Otherwise the order in which they are gathered would depend on what is saved, which each device may choose
+    for itself.
+    """
+    return not any(n in segment.constants for group in facts.parameter_groups for n in group)
 
 
 def _looks_up(facts: Facts, segment: Segment) -> bool:

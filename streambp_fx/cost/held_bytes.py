@@ -14,9 +14,10 @@ from ..passes.s6_schedule.program import LOSS_CHUNK as LOSS_CHUNK
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
 KEPT = "attention outputs"
+GATHERED = "gathered parameters"
 HIDDEN, DATA, OUTPUTS = "hidden-state gradients", "positions and masks", "outputs"
 #: What memory is held for, in the order of pictures and tables.
-CAUSES = (STORED, KEPT, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS)
+CAUSES = (STORED, KEPT, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS, GATHERED)
 
 TOKENS, BATCH, ROWS, PREFIX, LOW, TOTAL = (
     sympy.Symbol(n, integer=True, positive=True) for n in ("T", "B", "rows", "prefix", "low", "total")

@@ -17,6 +17,7 @@ from ..passes.s6_schedule.program import (
     Differentiate,
     Drop,
     Fetch,
+    GiveBackParameters,
     Group,
     HandOver,
     Layers,
@@ -25,11 +26,12 @@ from ..passes.s6_schedule.program import (
     RunPart,
     StepInstruction,
     StepProgram,
+    TakeParameters,
     Value,
     ValueKind,
     Zeros,
 )
-from .held_bytes import DATA, HIDDEN, LOSS, OUTPUTS, PARAMETERS, Moment, Sizes
+from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts
 
@@ -182,6 +184,16 @@ class StepWalk(ProcedureWalk):
                 self.ledger.held[value] = self.elsewhere.pop(value)
         yield from ()
 
+    def _take_parameters(self, instruction: TakeParameters) -> Iterator[Moment]:
+        """They are there in full size, beside the piece of this device."""
+        size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
+        self.ledger.hold(("group", instruction.group), GATHERED, size)
+        yield from ()
+
+    def _give_back_parameters(self, instruction: GiveBackParameters) -> Iterator[Moment]:
+        self.ledger.drop(("group", instruction.group))
+        yield from ()
+
     def _hold_whole(self, value: Value) -> None:
         """Whole values may share memory."""
         storage = _storage(_node(value))
@@ -219,4 +231,6 @@ COUNT: Mapping[type, Callable[[StepWalk, Any], Iterator[Moment]]] = {
     HandOver: StepWalk._let_go,
     Zeros: StepWalk._zeros,
     Add: StepWalk._add,
+    TakeParameters: StepWalk._take_parameters,
+    GiveBackParameters: StepWalk._give_back_parameters,
 }

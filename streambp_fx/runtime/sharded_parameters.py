@@ -90,7 +90,7 @@ class ParameterGroup(abc.ABC):
 
     @abc.abstractmethod
     def piece(self, parameter: Tensor) -> Tensor:
-        """What this device stores of a parameter: some of its numbers, or none."""
+        """What this device stores of a parameter: some of its numbers or none, of any shape and dtype."""
 
 
 class ShardedParameters:

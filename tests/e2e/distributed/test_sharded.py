@@ -1,0 +1,83 @@
+"""Several processes: losses, parameters and collectives of sharded models, streamed and not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_cases import Case, alone, run
+from distributed_situations import SITUATIONS, parameters_after, run_situations
+from in_processes import in_processes
+
+OFTEN = [
+    Case(transformed="before", batch="ragged", accumulate=2),
+    Case("experts", batch="padded"),
+    Case("lora", "embedding_once", batch="ignored", options={"every": 2}),
+    Case("tied", "ddp"),
+]
+SELDOM = [
+    *(Case(engine=e) for e in ("fsdp2", "root", "layers", "parts", "kept", "ddp_unused", "ddp_static")),
+    Case(engine="mixed", tolerance=1e-5),
+    Case(engine="ddp", transformed="before", batch="ragged", accumulate=2),
+    *(Case(model) for model in ("tied", "window", "lora")),
+    *(Case(batch=b) for b in ("ragged", "padded", "ignored")),
+    *(Case("lora", batch=b, accumulate=2) for b in ("ragged", "ignored")),
+    *(Case(options=o) for o in ({"every": 2}, {"save": "attention"}, {"offload": "disk"})),
+    Case(options={"logits": "keep"}),
+    *(Case(options={"chunk": c}) for c in (3, 33)),
+    Case(options={"chunk": "auto", "policy": "auto"}),
+    Case(engine="embedding_once"),
+]
+
+
+def check(cases: list[Case], world: int, folder: Path) -> None:
+    by_rank = in_processes(folder, world, run, cases)
+    for number, case in enumerate(cases):
+        for rank, found in enumerate(own[number] for own in by_rank):
+            what = f"{case}, rank {rank}: {found['warned']}"
+            assert found["loss"] <= case.tolerance and found["parameters"] <= case.tolerance, what
+            assert found["collectives"] == found["expected"], what
+            assert found["chunked"] and all(found["chunked"]) and not found["warned"], what
+            assert "agrees" in found["checked"], what
+
+
+def test_often(tmp_path: Path) -> None:
+    check(OFTEN, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(SELDOM), 6))
+def test_seldom(first: int, tmp_path: Path) -> None:
+    check(SELDOM[first : first + 6], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    check([Case(batch="ragged"), Case("tied", batch="padded")], 4, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(), Case("tied", batch="even", accumulate=2)], ids=str)
+def test_as_one_process(case: Case, tmp_path: Path) -> None:
+    """Parameters after three steps of two processes are those of one that has both batches."""
+    found, _ = in_processes(tmp_path, 2, parameters_after, case)
+    for name, expected in alone(case, 2).items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def situations(names: list[str], folder: Path) -> dict[str, Any]:
+    """What went wrong, by name."""
+    found = in_processes(folder, 2, run_situations, names, str(folder))
+    return {name: words for own in found for name, words in own.items() if words}
+
+
+def test_situations(tmp_path: Path) -> None:
+    assert not situations(["one_rank_streams", "logits", "full_parameters"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(f.__name__ for f in SITUATIONS), "saved"])
+def test_each_situation(name: str, tmp_path: Path) -> None:
+    assert not situations([name], tmp_path)
