@@ -70,8 +70,10 @@ class _Taking:
         last = {g: k for k in range(len(body)) for g in read[k]}
         for k, instruction in enumerate(body):
             inner = isinstance(instruction, Group | Again)
+            waiting = sorted(g for g in read[_waiting(body, k)] if first[g] > k) if inner else []
+            first.update(dict.fromkeys(waiting, k))
             own = {g for g in read[k] if inner and first[g] == last[g]}  # its instructions take it
-            begin = sorted(g for g in read[k] - own if first[g] == k)
+            begin = [*waiting, *sorted(g for g in read[k] - own if first[g] == k and g not in waiting)]
             end = sorted(g for g in read[k] - own if last[g] == k)
             yield from (TakeParameters(group=g, inputs=self.groups[g]) for g in begin)
             if isinstance(instruction, Group | Again):
@@ -85,3 +87,12 @@ class _Taking:
         kind = ValueKind.GRADIENT if isinstance(instruction, HandOver) else ValueKind.CAPTURED
         nodes = (v.node for v in instruction.inputs if v.kind is kind)
         return {self.group_of[n] for n in nodes if n in self.group_of}
+
+
+def _waiting(body: Sequence[StepInstruction], place: int) -> int:
+    """Where the backward is that waits for what is run again: it has begun, and has what it reads."""
+    again = body[place]
+    if not isinstance(again, Again):
+        return place
+    rest = range(place + 1, len(body))
+    return next((k for k in rest if getattr(body[k], "segment", None) == again.segment), place)
