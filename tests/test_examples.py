@@ -23,11 +23,16 @@ def run(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_fsdp2() -> None:
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_processes(name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, EXAMPLES / "fsdp2.py"], capture_output=True, text=True, env=environment, timeout=300
+        [*command, EXAMPLES / "distributed" / f"{name}.py"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(losses(done.stdout)) == 3 and "Warning: " not in done.stdout
