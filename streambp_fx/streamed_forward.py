@@ -47,7 +47,7 @@ from .models.plain_forms import in_plain_pytorch
 from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
-from .runtime.sharded_parameters import ShardedParameters
+from .runtime.sharded_parameters import NotSupported, ShardedParameters
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced
@@ -215,6 +215,9 @@ class StreamedForward:
             return self._compiled_step(given)
         except NotStreamed:
             return self._as_it_is(given)
+        except NotSupported as error:
+            words = f"the forward of {type(self.model).__name__} cannot be captured:\n{error}"
+            raise CaptureError(words) from error
 
     def _compiled_step(self, given: Arguments) -> Any:
         if is_of_transformers(self.model, self.original):

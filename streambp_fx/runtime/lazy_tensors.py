@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from ..passes.graph.subgraph import Subgraph
 from .segments.owned_buffers import changing_memory
 from .segments.whole_segment import WholeSegment
-from .sharded_parameters import GraphGroups
+from .sharded_parameters import StoredAfterStep
 
 CHANGED = (
     "these logits are computed when they are read, and the weights that they are made of have been changed "
@@ -88,9 +88,10 @@ class LazyTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self._value is None:
                 assert self._compute is not None
-                compute, self._compute = self._compute, None
+                compute = self._compute
                 with torch.inference_mode(False), torch.enable_grad():
                     self._value = _Read.apply(self, compute) if self.requires_grad else compute()
+                self._compute = None
             return self._value
 
     def remember(self, lazy: LazyTensor) -> LazyTensor:
@@ -224,7 +225,7 @@ class LazyOutput(torch.autograd.Function):
         dtype: torch.dtype,
         device: torch.device,
         anew: Anew | None,
-        stored: GraphGroups | None,
+        stored: StoredAfterStep | None,
         *inputs: Any,
     ) -> Tensor:
         """A lazy tensor of this shape, dtype and device, which is computed from `inputs` when it is read.
@@ -260,9 +261,9 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor if tensor in changing_memory else tensor.detach()
 
 
-def _gathered(stored: GraphGroups | None) -> contextlib.AbstractContextManager[None]:
+def _gathered(stored: StoredAfterStep | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if stored is None else stored.gathered()
 
 
-def _version_stored(stored: GraphGroups | None) -> Hashable:
+def _version_stored(stored: StoredAfterStep | None) -> Hashable:
     return None if stored is None else stored.version()

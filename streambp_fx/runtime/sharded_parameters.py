@@ -24,6 +24,19 @@ from torch.fx import Node
 
 from ..passes.graph.facts import Facts
 
+CHANGED = (
+    "parameters of {name} have been changed between the forward and the backward of a step (by an "
+    "optimizer?), and the backward would read the new ones."
+)
+GIVEN_BACK = (
+    "these logits are computed when they are read, from parameters that lie in pieces on several devices "
+    'again. Read them before the backward, or keep them: logits="keep".'
+)
+
+
+class NotSupported(Exception):
+    """A setting of an engine that a streamed step cannot keep; says which."""
+
 
 class ParameterGroup(abc.ABC):
     """Parameters that are gathered together, and whose gradients are summed over the devices together.
@@ -46,7 +59,11 @@ class ParameterGroup(abc.ABC):
 
     @abc.abstractmethod
     def open(self) -> None:
-        """The model is given the full-size parameters, and hooks that do nothing but what a graph can do."""
+        """The model is given the full-size parameters, and hooks that do nothing but what a graph can do.
+
+        Raises:
+            NotSupported: a parameter is not what a graph can read.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -83,6 +100,11 @@ class ParameterGroup(abc.ABC):
     @abc.abstractmethod
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Within: they are there. Between steps, for outputs that are computed when they are read."""
+
+    @property
+    @abc.abstractmethod
+    def is_there(self) -> bool:
+        """The parameters have memory."""
 
     @abc.abstractmethod
     def version(self) -> Hashable:
@@ -186,17 +208,9 @@ class GraphGroups:
         with self._sharded.resting():
             yield
 
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Within: all parameters are there, see `ParameterGroup.gathered`."""
-        with contextlib.ExitStack() as stack:
-            for group in self.read.values():
-                stack.enter_context(group.gathered())
-            yield
-
-    def version(self) -> Hashable:
-        """Another one when what is stored has been changed."""
-        return tuple(group.version() for group in self.read.values())
+    def after(self, step: StepGroups | None) -> StoredAfterStep | None:
+        """For outputs of a step that are computed when they are read; None if all of it is there."""
+        return None if step is None else StoredAfterStep(list(self.read.values()), step)
 
     def with_stand_ins(self, inputs: Sequence[Any]) -> list[Any]:
         """Inputs of the graph whose memory need not be there are replaced by numbers like theirs.
@@ -219,6 +233,39 @@ class GraphGroups:
         return found
 
 
+class StoredAfterStep:
+    """What an output reads that is computed after the forward.
+
+    NOTE [read on all devices]: before the backward somebody makes a loss of it, on all devices; then it is
+    gathered. Later it may be a metric of one device, and a gather would wait for the others in vain.
+
+    Args:
+        groups: that a graph reads.
+        step: whose output it is.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], step: StepGroups) -> None:
+        self._groups, self._step = groups, step
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within: all parameters are there.
+
+        Raises:
+            RuntimeError: they are not, and the backward of the step has run.
+        """
+        with contextlib.ExitStack() as stack:
+            for group in self._groups:
+                if not group.is_there and self._step.has_run_backward:
+                    raise RuntimeError(GIVEN_BACK)
+                stack.enter_context(group.gathered())
+            yield
+
+    def version(self) -> Hashable:
+        """Another one when what is stored has been changed."""
+        return tuple(group.version() for group in self._groups)
+
+
 class StepGroups:
     """The groups in one step: what of their backward is still to come.
 
@@ -235,7 +282,8 @@ class StepGroups:
     def __init__(self, groups: Sequence[ParameterGroup], forward_only: Collection[int] = ()) -> None:
         self.groups, self._forward_only = groups, forward_only
         self._to_come: Counter[int] = Counter()
-        self._ends = False
+        self._ends = self.has_run_backward = False
+        self._versions: dict[int, Hashable] = {}
         self._untold: set[int] = set()
 
     def hold(self, numbers: Iterable[int]) -> None:
@@ -247,6 +295,7 @@ class StepGroups:
     def take(self, number: int) -> None:
         """Gather a group in the forward."""
         self.groups[number].take()
+        self._versions.setdefault(number, self.groups[number].version())
 
     def give_back(self, number: int) -> None:
         """Nobody reads a group any more in the forward."""
@@ -282,10 +331,13 @@ class StepGroups:
             self._ends = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         for number in read:
-            self.groups[number].before_backward(number not in self._forward_only)
+            group = self.groups[number]
+            if group.version() != self._versions.get(number, group.version()):
+                raise RuntimeError(CHANGED.format(name=group.name))
+            group.before_backward(number not in self._forward_only)
 
     def _end(self) -> None:
-        self._ends = False
+        self._ends, self.has_run_backward = False, True
         for group in self.groups:
             group.end_of_backward()
 

@@ -17,13 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..runtime.sharded_parameters import ParameterGroup, ShardedParameters
+from ..runtime.sharded_parameters import NotSupported, ParameterGroup, ShardedParameters
 
 MODULE = "torch.distributed.fsdp"
-
-
-class NotSupported(Exception):
-    """A setting of the engine that a streamed step cannot keep; says which."""
 
 
 def sharded(model: nn.Module) -> ShardedParameters | None:
@@ -100,6 +96,8 @@ class FSDP2Group(ParameterGroup):
         for group in self._groups:
             for param in group.fsdp_params:
                 _make_unsharded(param, _devices(group), group.device)
+                # somebody may have frozen it, or not any more
+                param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
                 param._setattr_on_modules(param._unsharded_param)
         if not self.of_caller:
             self._take_hooks_away()
@@ -160,7 +158,7 @@ class FSDP2Group(ParameterGroup):
     def before_backward(self, read: bool) -> None:
         """What FSDP2's hook on the gradients of the module's outputs does."""
         self._state._pre_backward(None)
-        if read and not all(g.is_unsharded for g in self._groups):
+        if read and not self.is_there:
             self._module.unshard()
 
     def after_backward(self) -> None:
@@ -173,10 +171,15 @@ class FSDP2Group(ParameterGroup):
 
     # ---- between steps
 
+    @property
+    def is_there(self) -> bool:
+        """See `ParameterGroup`."""
+        return all(g.is_unsharded for g in self._groups)
+
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """See `ParameterGroup`."""
-        there = all(g.is_unsharded for g in self._groups)
+        there = self.is_there
         if not there:
             self._module.unshard()
         try:

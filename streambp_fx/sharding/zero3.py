@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from ..runtime.segments.owned_buffers import changing_memory
 from ..runtime.sharded_parameters import ParameterGroup, ShardedParameters
 
+# Of the model that DeepSpeed was given: what is being gathered ahead of time, and what to wait for.
+REGISTRY = "ds_inflight_param_registry"
 MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -35,7 +37,9 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
                 groups.setdefault(name, []).append(parameter)
     if not groups:
         return None
-    made = [ZeRO3Group(name, parameters) for name, parameters in groups.items()]
+    found = (getattr(m, REGISTRY) for m in model.modules() if hasattr(m, REGISTRY))
+    on_their_way: Any = next(found, {})
+    made = [ZeRO3Group(name, parameters, on_their_way) for name, parameters in groups.items()]
     return ShardedParameters(made, lambda: _without_hooks(model))
 
 
@@ -64,13 +68,14 @@ class ZeRO3Group(ParameterGroup):
     Args:
         name: of it.
         parameters: that it has.
+        on_their_way: parameters that are being gathered, and what waits for them.
     """
 
     of_caller = False
     in_backward = True
 
-    def __init__(self, name: str, parameters: Sequence[Any]) -> None:
-        self.name = name
+    def __init__(self, name: str, parameters: Sequence[Any], on_their_way: Any) -> None:
+        self.name, self._on_their_way = name, on_their_way
         # compiled graphs hold groups, and must not hold the model
         self._weak = [weakref.ref(p) for p in parameters]
 
@@ -128,6 +133,11 @@ class ZeRO3Group(ParameterGroup):
         """See `ParameterGroup`."""
         self._partition()
 
+    @property
+    def is_there(self) -> bool:
+        """See `ParameterGroup`."""
+        return not any(_is_away(p) for p in self._params)
+
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """See `ParameterGroup`."""
@@ -149,6 +159,9 @@ class ZeRO3Group(ParameterGroup):
 
     def _partition(self) -> list[Any]:
         """Let go what is there, but for what DeepSpeed keeps on all devices."""
+        for parameter in self._params:
+            if parameter in self._on_their_way:
+                self._on_their_way.pop(parameter).wait()
         there = [p for p in self._params if not _is_away(p) and not p.ds_persist]
         if there:
             there[0].partition(there)

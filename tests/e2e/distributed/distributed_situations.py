@@ -117,14 +117,45 @@ def logits(rank: int) -> None:
     torch.testing.assert_close(own(sharded()), own(sharded(streamed=False)), rtol=1e-9, atol=1e-12)
     model = sharded(logits="lazy")
     before = model(**BATCHES["ragged"](rank, 0))
-    before.loss.backward()
     expected = sharded(streamed=False)(**BATCHES["ragged"](rank, 0)).logits
-    torch.testing.assert_close(before.logits + 0, expected)  # the weights lie in pieces again
+    torch.testing.assert_close(before.logits + 0, expected)
+    before.loss.backward()
     after = model(**BATCHES["ragged"](rank, 0))
     after.loss.backward()
+    if rank == 0:  # the weights lie in pieces again, and the other device is elsewhere
+        with pytest.raises(RuntimeError, match="in pieces on several devices"):
+            after.logits + 0
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match="have been changed"):
         after.logits + 0
+
+
+def frozen_and_not_any_more(rank: int) -> None:
+    """Parameters that are trained from a later step on."""
+
+    def unfrozen(model: nn.Module) -> list[torch.Tensor]:
+        layers = [*model.model.layers[:2].parameters(), *model.model.embed_tokens.parameters()]
+        for switched in (False, True, False, True):
+            for parameter in layers:
+                parameter.requires_grad_(switched)
+            model(**BATCHES["ragged"](rank, 0)).loss.backward()
+            assert all((p.grad is not None) == switched for p in layers)
+            found = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+        return found
+
+    torch.testing.assert_close(unfrozen(sharded()), unfrozen(sharded(streamed=False)), rtol=1e-9, atol=1e-12)
+
+
+def weights_changed_in_between(rank: int) -> None:
+    model = sharded()
+    step(model, rank)
+    loss = model(**BATCHES["ragged"](rank, 0)).loss
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="between the forward and the backward"):
+        loss.backward()
 
 
 def full_parameters(rank: int) -> None:
@@ -221,6 +252,8 @@ SITUATIONS = (
     an_error_in_between,
     evaluation_in_between,
     two_forwards,
+    frozen_and_not_any_more,
+    weights_changed_in_between,
     logits,
     full_parameters,
     mixed_precision,
