@@ -90,8 +90,12 @@ class FSDP2Group(ParameterGroup):
         """See `ParameterGroup`.
 
         Raises:
-            NotSupported: a parameter is not what a graph can read.
+            NotSupported: a parameter is not what a graph can read, or the model's own hooks were not called.
         """
+        if self.of_caller and not self.is_there:
+            raise NotSupported(
+                f"the forward of {self.name} is called without the hooks that gather parameters"
+            )
         self._state._lazy_init()  # what the first forward does
         for group in self._groups:
             for param in group.fsdp_params:

@@ -158,6 +158,14 @@ def weights_changed_in_between(rank: int) -> None:
         loss.backward()
 
 
+def without_hooks(rank: int) -> None:
+    """A forward that is called by itself: the error is FSDP2's own, and no memory is read that is away."""
+    model = sharded()
+    step(model, rank)
+    with pytest.raises(RuntimeError, match="DTensor"), pytest.warns(streambp_fx.StreamBPWarning):
+        model.forward(**BATCHES["ragged"](rank, 0))
+
+
 def full_parameters(rank: int) -> None:
     """How many layers are there in full size at once: in the forward one, in the backward two."""
     model, most = sharded(), {"forward": 0, "backward": 0}
@@ -254,6 +262,7 @@ SITUATIONS = (
     two_forwards,
     frozen_and_not_any_more,
     weights_changed_in_between,
+    without_hooks,
     logits,
     full_parameters,
     mixed_precision,
