@@ -188,6 +188,7 @@ class GraphGroups:
         # Groups that nobody gathers in the backward.
         self.forward_only = frozenset(k for k, g in enumerate(self.taken) if not g.in_backward)
         self._all = found
+        self._group_of: dict[Node, int] = {}
 
     def devices(self, inputs: Sequence[Any]) -> dict[int, int]:
         """By `id` of a parameter, how many devices store a piece of it."""
@@ -196,6 +197,7 @@ class GraphGroups:
     def nodes(self, facts: Facts) -> tuple[tuple[Node, ...], ...]:
         """The groups as nodes of a graph."""
         given = [n for n in facts.nodes if n.op == "placeholder"]
+        self._group_of = {given[k]: group for group, places in self._all.items() for k in places}
         return tuple(tuple(given[k] for k in places) for places in self.positions)
 
     def in_step(self, forward_only: Collection[int]) -> StepGroups | None:
@@ -208,9 +210,16 @@ class GraphGroups:
         with self._sharded.resting():
             yield
 
-    def after(self, step: StepGroups | None) -> StoredAfterStep | None:
-        """For outputs of a step that are computed when they are read; None if all of it is there."""
-        return None if step is None else StoredAfterStep(list(self.read.values()), step)
+    def after(self, step: StepGroups | None, read: Collection[Node] | None) -> StoredAfterStep | None:
+        """For an output of a step that is computed when it is read; None if all parameters are there.
+
+        Args:
+            read: nodes that it is computed from; None: all of them.
+        """
+        if step is None:
+            return None
+        nodes = self._group_of if read is None else [n for n in read if n in self._group_of]
+        return StoredAfterStep([self.read[k] for k in sorted({self._group_of[n] for n in nodes})], step)
 
     def with_stand_ins(self, inputs: Sequence[Any]) -> list[Any]:
         """Inputs of the graph whose memory need not be there are replaced by numbers like theirs.
@@ -240,7 +249,7 @@ class StoredAfterStep:
     gathered. Later it may be a metric of one device, and a gather would wait for the others in vain.
 
     Args:
-        groups: that a graph reads.
+        groups: that it reads.
         step: whose output it is.
     """
 

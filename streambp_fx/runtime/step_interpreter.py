@@ -221,7 +221,8 @@ def _defer(instruction: Defer, frame: StepFrame) -> None:
     (node,) = part.outputs
     shape, like = torch.Size(int(s.subs(frame.sizes)) for s in shape_of(node)), tensors_of(node)[0]
     given, anew = [frame.value(n) for n in part.inputs], frame.anew(instruction)
-    stored = None if frame.stored is None else frame.stored.after(frame.groups)
+    read = None if anew is not None else part.inputs
+    stored = None if frame.stored is None else frame.stored.after(frame.groups, read)
     made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, stored, *given)
     frame.before(instruction, [made])
     made.of_the_loss = is_shown(frame.facts, node)

@@ -147,9 +147,10 @@ def _parts(model: nn.Module) -> nn.Module:
 
 def _embedding_once(model: nn.Module) -> nn.Module:
     """As torchtitan does: the backward of an embedding does not read it."""
-    fully_shard(model.model.embed_tokens)
+    embedding = model.get_input_embeddings()
+    fully_shard(embedding)
     _fsdp2(model)
-    model.model.embed_tokens.set_unshard_in_backward(False)
+    embedding.set_unshard_in_backward(False)
     return model
 
 

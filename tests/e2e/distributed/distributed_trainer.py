@@ -19,6 +19,8 @@ SETTINGS = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "HF_HUB_OFFLINE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29700",  # asked for, and not used: there is a group already
 }
 
 
@@ -42,13 +44,15 @@ def train_with_trainer(rank: int, kind: str, model: str, streamed: bool) -> dict
         import peft
 
         settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(0)
         made = peft.get_peft_model(made, settings)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         arguments: dict[str, Any] = {
             "output_dir": folder, "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1,
             "report_to": [], "use_cpu": True, "learning_rate": 1e-2, "save_strategy": "no", "fsdp": True,
-            "bf16": model == "bf16", "optim": "adamw_torch", "disable_tqdm": True, "fsdp_config": {
+            "bf16": model == "bf16", "gradient_checkpointing": False, "optim": "adamw_torch",
+            "disable_tqdm": True, "fsdp_config": {
                 "fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
                 "reshard_after_forward": True,
             },

@@ -21,6 +21,8 @@ def test_logs_are_the_same(kind: str, model: str, tmp_path: Path) -> None:
     streamed, *_ = in_processes(folders[0], 2, train_with_trainer, kind, model, True)
     expected, *_ = in_processes(folders[1], 2, train_with_trainer, kind, model, False)
     assert streamed["chunked"] and all(streamed["chunked"]) and not streamed["warned"], streamed["warned"]
+    if kind == "dpo":  # TRL's loss asks the head's weight for itself (`full_tensor`), which is not counted
+        expected["collectives"]["gather"] += 3
     assert streamed["collectives"] == expected["collectives"] and streamed["collectives"]["gather"]
     for found, other in zip(streamed["logs"], expected["logs"], strict=True):
         assert found == pytest.approx(other, rel=2e-2 if model == "bf16" else 1e-4)
