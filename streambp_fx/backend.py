@@ -39,8 +39,9 @@ from .passes.s1_capture.sequence_length import find_lengths, is_called, lengths_
 from .passes.s2_prove.axes import is_secondary
 from .passes.s4_trace.vjp import without_saved_tensors_hooks
 from .runtime.executor import Executor
+from .runtime.parameter_groups import ShardedParameters
 from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
-from .runtime.sharded_parameters import GraphGroups, ShardedParameters
+from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
 from .schedule import Schedule
 from .show.progress import announced

@@ -47,7 +47,7 @@ from .models.plain_forms import in_plain_pytorch
 from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
-from .runtime.sharded_parameters import NotSupported, ShardedParameters
+from .runtime.parameter_groups import NotSupported, ShardedParameters
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced

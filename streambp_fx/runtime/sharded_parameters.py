@@ -12,7 +12,6 @@ gradients come from autograd, one for each parameter and backward, and the engin
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.graph.facts import Facts
+from .parameter_groups import ParameterGroup, ShardedParameters
 
 CHANGED = (
     "parameters of {name} have been changed between the forward and the backward of a step (by an "
@@ -32,140 +32,6 @@ GIVEN_BACK = (
     "these logits are computed when they are read, from parameters that lie in pieces on several devices "
     'again. Read them before the backward, or keep them: logits="keep".'
 )
-
-
-class NotSupported(Exception):
-    """A setting of an engine that a streamed step cannot keep; says which."""
-
-
-class ParameterGroup(abc.ABC):
-    """Parameters that are gathered together, and whose gradients are summed over the devices together.
-
-    Attributes:
-        name: of the module that they belong to, for messages.
-        of_caller: they are gathered around the call of the whole model, by its own hooks.
-        devices: how many store a piece.
-        in_backward: `before_backward` gathers them.
-    """
-
-    name: str
-    of_caller: bool
-    devices: int
-    in_backward: bool
-
-    @abc.abstractmethod
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters in full size, of any dtype; their memory need not be there."""
-
-    @abc.abstractmethod
-    def open(self) -> None:
-        """The model is given the full-size parameters, and hooks that do nothing but what a graph can do.
-
-        Raises:
-            NotSupported: a parameter is not what a graph can read.
-        """
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """The model is as it was before `open`."""
-
-    @abc.abstractmethod
-    def abandon(self) -> None:
-        """A step has failed: the next one begins anew."""
-
-    @abc.abstractmethod
-    def take(self) -> None:
-        """In the forward: gather them, before somebody reads them."""
-
-    @abc.abstractmethod
-    def give_back(self) -> None:
-        """In the forward: nobody reads them any more."""
-
-    @abc.abstractmethod
-    def before_backward(self, read: bool) -> None:
-        """In the backward: gather them, before somebody reads them. It may be called several times.
-
-        Args:
-            read: somebody does; False: only their gradients will come, and the engine may do without.
-        """
-
-    @abc.abstractmethod
-    def after_backward(self) -> None:
-        """In the backward: their gradients are complete."""
-
-    @abc.abstractmethod
-    def end_of_backward(self) -> None:
-        """The backward has ended, also for those of whom nobody has said it."""
-
-    @abc.abstractmethod
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Within: they are there. Between steps, for outputs that are computed when they are read."""
-
-    @property
-    @abc.abstractmethod
-    def is_there(self) -> bool:
-        """The parameters have memory."""
-
-    @abc.abstractmethod
-    def version(self) -> Hashable:
-        """Another one when what is stored has been changed."""
-
-    @abc.abstractmethod
-    def piece(self, parameter: Tensor) -> Tensor:
-        """What this device stores of a parameter: some of its numbers or none, of any shape and dtype."""
-
-
-class ShardedParameters:
-    """The groups of a model, and which of a graph's inputs are whose.
-
-    Args:
-        groups: of the model.
-        around: what else of the model is to be otherwise while it has full-size parameters.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        self.groups, self._around = tuple(groups), around
-        self._resting = False
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Within: the model has full-size parameters, and the hooks that gather them are not called."""
-        opened = []
-        try:
-            for group in self.groups:
-                opened.append(group)
-                group.open()
-            with self._around():
-                yield
-        except BaseException:
-            for group in opened:
-                group.abandon()
-            raise
-        finally:
-            for group in reversed(opened):
-                group.close()
-
-    def positions(self, inputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-        """By number of the group, the positions of its parameters among the inputs of a graph."""
-        group_of = {id(p): k for k, group in enumerate(self.groups) for p in group.parameters()}
-        found: dict[int, list[int]] = {}
-        for position, value in enumerate(inputs):
-            if id(value) in group_of:
-                found.setdefault(group_of[id(value)], []).append(position)
-        return {k: tuple(places) for k, places in sorted(found.items())}
-
-    @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """Within: what runs is no step of the model, and takes nothing."""
-        before, self._resting = self._resting, True
-        try:
-            yield
-        finally:
-            self._resting = before
 
 
 class GraphGroups:

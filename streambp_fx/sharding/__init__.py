@@ -6,7 +6,7 @@ zero3        DeepSpeed's ZeRO, stage 3
 
 from torch import nn
 
-from ..runtime.sharded_parameters import ShardedParameters
+from ..runtime.parameter_groups import ShardedParameters
 from . import fsdp2, zero3
 
 ENGINES = (fsdp2.sharded, zero3.sharded)

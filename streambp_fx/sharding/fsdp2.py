@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..runtime.sharded_parameters import NotSupported, ParameterGroup, ShardedParameters
+from ..runtime.parameter_groups import NotSupported, ParameterGroup, ShardedParameters
 
 MODULE = "torch.distributed.fsdp"
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..runtime.parameter_groups import ParameterGroup, ShardedParameters
 from ..runtime.segments.owned_buffers import changing_memory
-from ..runtime.sharded_parameters import ParameterGroup, ShardedParameters
 
 # Of the model that DeepSpeed was given: what is being gathered ahead of time, and what to wait for.
 REGISTRY = "ds_inflight_param_registry"
