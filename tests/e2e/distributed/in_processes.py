@@ -46,6 +46,7 @@ def in_processes(
 def _begin(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine need not know its own name
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     found = function(rank, *arguments)

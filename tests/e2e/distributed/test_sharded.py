@@ -74,7 +74,7 @@ def situations(names: list[str], folder: Path) -> dict[str, Any]:
 
 
 def test_situations(tmp_path: Path) -> None:
-    assert not situations(["one_rank_streams", "logits", "full_parameters"], tmp_path)
+    assert not situations(["one_rank_streams", "full_parameters"], tmp_path)
 
 
 @pytest.mark.slow
