@@ -11,7 +11,11 @@ MODULES = {
     "passes/graph/functionalization.py": ["tests/e2e/models/test_changes_in_place.py"],
     "passes/s2_prove/gradient_edges.py": ["tests/passes/s2_prove/test_gradient_edges.py"],
     "passes/s5_lower/lower.py": ["tests/e2e/losses/test_gradients.py"],
-    "passes/masks/at_run_time.py": ["tests/passes/masks/test_masks.py", "tests/e2e/inputs/test_packed.py"],
+    "passes/masks/at_run_time.py": [
+        "tests/passes/masks/test_compare.py",
+        "tests/passes/masks/test_masks.py",
+        "tests/e2e/inputs/test_packed.py",
+    ],
     "passes/masks/packed_documents.py": ["tests/passes/masks/test_masks.py"],
     "passes/masks/elements.py": ["tests/passes/masks/test_masks.py"],
     "passes/masks/facts.py": ["tests/passes/masks/test_masks.py"],
@@ -46,6 +50,8 @@ MODULES = {
     "passes/s2_prove/inner_outputs.py": ["tests/e2e/guards/test_hooks.py"],
     "streambp_fx/runtime/written_inputs.py": ["tests/e2e/models/test_changes_in_place.py"],
 }
+# Of modules of which the hand-picked mutants alone are tried.
+OF_PICKED = {"passes/graph/autograd_functions.py": ["tests/e2e/models/test_changes_in_place.py"]}
 # Tried after those, on all: models that are checked to be exact and to be streamed.
 FARTHER = [
     ["tests/passes"],
@@ -65,4 +71,5 @@ FARTHER = [
 
 def tests_of(path: str) -> list[list[str]]:
     """Selections of tests for pytest, in order."""
-    return [MODULES.get(path, []), *FARTHER] if path in MODULES else FARTHER
+    nearest = {**OF_PICKED, **MODULES}.get(path)
+    return FARTHER if nearest is None else [nearest, *FARTHER]

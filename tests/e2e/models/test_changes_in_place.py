@@ -201,6 +201,16 @@ def instance_norm(m: Model, x: Tensor) -> Tensor:
     return x + F.instance_norm(x.transpose(1, 2), mean, var, use_input_stats=True).transpose(1, 2)
 
 
+def first_read_without_gradients(m: Model, x: Tensor) -> Tensor:
+    """A view of what has been changed is first read where no gradients are recorded, then where they are."""
+    h = m.first(x) + 1
+    seen = h.narrow(2, 0, 5)
+    h.mul_(0.5)
+    with torch.no_grad():
+        scale = seen.abs().mean(-1, keepdim=True)
+    return x + h + F.pad(seen * (1 + scale), (0, WIDTH - 5))
+
+
 STREAMED: dict[str, Middle] = {
     **{f"a view: {name}": changed(view) for name, view in VIEWS.items() if "dtype" not in name},
     "elements": elements,
@@ -210,6 +220,7 @@ STREAMED: dict[str, Middle] = {
     "checkpointed": checkpointed,
     "around a custom function": around_a_function,
     "a counter": counter,
+    "first read without gradients": first_read_without_gradients,
     "spectral norm": lambda m, x: x + m.spectral(x),
 }
 WHOLE: dict[str, Middle] = {
@@ -246,6 +257,7 @@ OFTEN = {
     "elements",
     "under another mode",
     "a counter",
+    "first read without gradients",
 }
 OFTEN_WHOLE = {"a base: movedim", "batch norm"}
 
