@@ -35,12 +35,10 @@ LIMIT = 2700
 
 def main() -> int:
     options = _options()
-    chosen = hand_picked(ROOT)
+    chosen = [m for m in hand_picked(ROOT) if options.module is None or options.module in m.path]
     must = {str(m) for m in chosen}
     if not options.hand_picked:
         paths = [p for p in MODULES if options.module is None or options.module in p]
-        if options.module is not None:
-            chosen = [m for m in chosen if options.module in m.path]
         every = [m for path in paths for m in mutants_of(path, ROOT) if str(m) not in EQUIVALENT]
         chosen += random.Random(options.seed).sample(every, min(options.count, len(every)))
     _preload()
