@@ -24,7 +24,8 @@ MODULE = "torch.distributed.fsdp"
 
 def sharded(model: nn.Module) -> ShardedParameters | None:
     """The groups of a model that `fully_shard` was called on, or on parts of it; None if it was not."""
-    if MODULE not in sys.modules or not torch.distributed.is_available():
+    known = MODULE in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not known:  # no group of processes: the modules need not be asked in each step
         return None
     from torch.distributed.fsdp import FSDPModule
 
