@@ -10,7 +10,10 @@ MODULES = {
     "passes/graph/subgraph.py": ["tests/e2e/guards/test_fallback.py"],
     "passes/graph/functionalization.py": ["tests/e2e/models/test_changes_in_place.py"],
     "passes/s2_prove/gradient_edges.py": ["tests/passes/s2_prove/test_gradient_edges.py"],
-    "passes/s5_lower/lower.py": ["tests/e2e/losses/test_gradients.py"],
+    "passes/s5_lower/lower.py": [
+        "tests/passes/s5_lower/test_restrict.py",
+        "tests/e2e/losses/test_gradients.py",
+    ],
     "passes/masks/at_run_time.py": [
         "tests/passes/masks/test_compare.py",
         "tests/passes/masks/test_masks.py",
