@@ -84,7 +84,7 @@ class AutoExecutor:
         self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
         auto = options.policy == "auto"
         self.policies = candidates(options.stored) if auto else [options.stored]
-        if stored is not None and stored.taken:  # see NOTE [what devices choose]
+        if (stored is not None and stored.taken) or options.mesh is not None:  # NOTE [what devices choose]
             self.policies = [p for p in self.policies if p.every == options.stored.every]
         first = Executor(facts, options.storing(self.policies[0]), stored=stored)
         self.executors = {self.policies[0]: first}

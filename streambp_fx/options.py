@@ -58,6 +58,9 @@ class Options:
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
         check: when a compiled graph is checked on a short sequence against the graph as it was captured:
             "first" (before its first result), "always" (before every step, for debugging) or "never".
+        mesh: a `torch.distributed` device mesh of one dim, over whose devices the rows of each sequence are
+            distributed (context parallelism): each is given the whole batch, the same on all. None: one
+            device has all rows.
         on_error: what an internal error of the compiler, or a self-check that fails, leads to: "eager" (a
             warning, and the graph runs unstreamed) or "raise" (`CompileError`).
 
@@ -77,6 +80,7 @@ class Options:
     accumulate: str = "float32"
     body: str = "eager"
     check: str = "first"
+    mesh: Any = None
     on_error: str = "eager"
 
     def __post_init__(self) -> None:
@@ -94,6 +98,8 @@ class Options:
         if self.policy == "auto" and (self.save, self.every) != ("inputs", 1):
             raise ValueError('policy="auto" chooses save and every itself: give the one or the others')
         _names_to_dims("seq_dim", self.seq_dim)
+        if self.mesh is not None:
+            _check_mesh(self.mesh, self.body)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -154,6 +160,15 @@ def _names_to_dims(name: str, value: object) -> None:
     pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
     if not all(isinstance(k, str) and type(d) is int for k, d in pairs):
         raise ValueError(f'{name} must give a dim for each input name, as in {{"labels": 1}}, not {value!r}')
+
+
+def _check_mesh(mesh: object, body: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ValueError(f'mesh must be a DeviceMesh of one dim, such as mesh["cp"], not {mesh!r}')
+    if body != "eager":
+        raise ValueError('mesh needs body="eager": kernels of Inductor take rows to lie together')
 
 
 def _positive(name: str, value: object, extra: str = "") -> None:

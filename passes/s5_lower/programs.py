@@ -59,6 +59,11 @@ class SegmentPrograms:
             return "the batch size is a number"
         return batch(self.facts, self.segment, size, list(self.states))
 
+    @property
+    def in_turn(self) -> bool:
+        """True if rows on several devices wait for one another: some state is made of another state."""
+        return self.segment.chained or any(s.by_chunk for s in self.states.values())
+
     def get(self, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Lowered:
         """The program of a kind for these sizes, traced if there is none yet.
 

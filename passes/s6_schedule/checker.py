@@ -13,6 +13,7 @@ from .program import (
     Again,
     Call,
     CallLoss,
+    CollectRows,
     Defer,
     Differentiate,
     Drop,
@@ -28,6 +29,7 @@ from .program import (
     Seed,
     StepInstruction,
     StepProgram,
+    SumShares,
     TakeParameters,
     Value,
     ValueKind,
@@ -96,6 +98,7 @@ class _State:
         returned, handed_over: what was.
         group_of: by parameter, with whom it is gathered.
         gathered: groups that are there.
+        summed: gradients that were summed over the devices.
     """
 
     def __init__(self, program: StepProgram, dropped: bool) -> None:
@@ -109,6 +112,8 @@ class _State:
         self.handed_over: set[Value] = set()
         self.group_of = {v: k for k, group in enumerate(program.groups) for v in group}
         self.gathered: set[int] = set()
+        self.shares = any(call.way.several for call in program.calls())
+        self.summed: set[Value] = set()
 
     def read(self, value: Value) -> None:
         if value in self.group_of and self.group_of[value] not in self.gathered:
@@ -307,6 +312,15 @@ def _add(state: _State, instruction: Add) -> None:
     state.to_add[whole] -= 1
 
 
+def _sum_shares(state: _State, instruction: SumShares) -> None:
+    for value in instruction.inputs:
+        state.read(value)
+        state.complete(value)
+        if value in state.summed:
+            raise _Fault(f"{value.name} is summed twice")
+        state.summed.add(value)
+
+
 def _hand_over(state: _State, instruction: HandOver) -> None:
     for value in instruction.inputs:
         state.read(value)
@@ -318,6 +332,8 @@ def _hand_over(state: _State, instruction: HandOver) -> None:
         group = state.group_of.get(Value(ValueKind.CAPTURED, value.node))
         if group is not None and group not in state.gathered:
             raise _Fault(f"{value.name} comes after its parameter was given back")
+        if state.shares and value not in state.summed:
+            raise _Fault(f"{value.name} is this device's share, and is not summed")
         state.handed_over.add(value)
         state.let_go(value)
 
@@ -354,6 +370,8 @@ CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     Zeros: _run,
     Add: _add,
     HandOver: _hand_over,
+    CollectRows: _run,
+    SumShares: _sum_shares,
     TakeParameters: _take_parameters,
     GiveBackParameters: _give_back_parameters,
 }

@@ -306,6 +306,22 @@ class GiveBackParameters(StepInstruction):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectRows(StepInstruction):
+    """All rows of the inputs, of which each device has its own, are gathered for the next instruction.
+
+    Attributes:
+        partial: the gradient that comes back is a device's share, and is summed over the devices.
+    """
+
+    partial: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumShares(StepInstruction):
+    """The inputs, gradients that are complete on each device, are summed over the devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layers(StepInstruction):
     """A loop over identical layers.
 

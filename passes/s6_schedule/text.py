@@ -14,6 +14,7 @@ from .program import (
     Again,
     Call,
     CallLoss,
+    CollectRows,
     Defer,
     Differentiate,
     Drop,
@@ -29,6 +30,7 @@ from .program import (
     Seed,
     StepInstruction,
     StepProgram,
+    SumShares,
     TakeParameters,
     Value,
     ValueKind,
@@ -137,6 +139,8 @@ def _plain(instruction: StepInstruction, titles: dict[int, str]) -> dict[str, An
         "inputs": [v.name for v in instruction.inputs],
         "results": [v.name for v in instruction.results],
     }
+    if isinstance(instruction, CollectRows):
+        found["partial"] = instruction.partial
     if isinstance(instruction, Call):
         found["procedure"] = titles[id(instruction.procedure)]
     for name in ("name", "segment", "place", "position", "number", "group"):
@@ -246,6 +250,8 @@ LINES: Mapping[type, Callable[[Any, Naming], str]] = {
     Zeros: lambda i, naming: f"zeros for {naming.made(i.results)}",
     Add: _add,
     HandOver: _hand_over,
+    CollectRows: lambda i, naming: f"all-gather rows of {naming.made(i.inputs)}",
+    SumShares: lambda i, naming: f"all-reduce {naming.made(i.inputs)}",
     TakeParameters: lambda i, naming: f"gather parameters {_of_group(i, naming)}",
     GiveBackParameters: lambda i, naming: f"give back parameters {_of_group(i, naming)}",
 }

@@ -32,6 +32,7 @@ from .program import (
     unrolled,
 )
 from .repeats import repeats
+from .several_devices import share_rows
 from .sharding import take_parameters
 from .step_parts import StepParts
 from .text import step_text
@@ -317,10 +318,12 @@ class StepSettings:
     Attributes:
         parts: what it is made of.
         left_out: some rows of some samples are not run.
+        several: each of several devices runs its own rows.
     """
 
     parts: StepParts
     left_out: bool = False
+    several: bool = False
 
 
 def _by_policy(transform: Transform) -> Callable[[Scheduling, StepSettings], Scheduling]:
@@ -355,6 +358,12 @@ STEP_PASSES: tuple[StepPass, ...] = (
         applies=lambda settings: settings.left_out,
     ),
     Pass(
+        "share_rows",
+        "each device runs its own rows, and what others read of them is exchanged",
+        _by_policy(share_rows),
+        applies=lambda settings: settings.several,
+    ),
+    Pass(
         "take_parameters",
         "parameters that several devices store are gathered before they are read, and given back",
         _by_policy(take_parameters),
@@ -374,7 +383,9 @@ STEP_PASSES: tuple[StepPass, ...] = (
 )
 
 
-def transformed(program: StepProgram, parts: StepParts, left_out: bool = False) -> StepProgram:
+def transformed(
+    program: StepProgram, parts: StepParts, left_out: bool = False, several: bool = False
+) -> StepProgram:
     """The step as it runs: memory policy, rows left out, each value dropped in time, loops over layers.
 
     What comes out is always checked; with STREAMBP_CHECK=1 what each pass makes is.
@@ -387,6 +398,6 @@ def transformed(program: StepProgram, parts: StepParts, left_out: bool = False) 
     def verify(one: StepPass, made: Scheduling) -> None:
         check_step(made.program, made.dropped)
 
-    made = run_passes(STEP_PASSES, Scheduling(program), StepSettings(parts, left_out), verify)
+    made = run_passes(STEP_PASSES, Scheduling(program), StepSettings(parts, left_out, several), verify)
     check_step(made.program)
     return made.program

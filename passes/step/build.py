@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from .instructions import (
+    AllGather,
     Allocate,
     Buffer,
     BufferKind,
@@ -20,9 +21,12 @@ from .instructions import (
     Over,
     Overwrite,
     Procedure,
+    Receive,
+    ReduceScatter,
     Round,
     Run,
     Scale,
+    Send,
     WriteRows,
     ZeroRows,
 )
@@ -42,6 +46,7 @@ class Way:
         overwrites: buffers whose memory the gradient of a streamed input takes, if nobody else holds it: the
             cotangent in a backward, the input itself in a loss.
         half: float16 occurs in a loss.
+        several: each of several devices runs its own rows, see NOTE [rows on several devices].
     """
 
     full: bool = False
@@ -49,10 +54,18 @@ class Way:
     training: bool = True
     overwrites: frozenset[Buffer] = frozenset()
     half: bool = False
+    several: bool = False
 
 
 class Builder:
     """Makes the procedures of one distinct segment.
+
+    NOTE [rows on several devices]: what a row reads of rows on other devices is in the states, and nowhere
+    else. So each device fills its own rows of a state, and all of them are gathered before the first chunk
+    reads. In the backward a device differentiates its rows with what its own chunks have added to a state
+    gradient; what the others have added is summed, and pulled back once more: a VJP is linear. States that
+    are made of other states (chained ones, and those of recurrences) are filled by one device after the
+    other, and their gradients come back in reverse.
 
     Args:
         programs: its chunk programs.
@@ -68,23 +81,29 @@ class Builder:
         self.state_gradients = list(programs.buffers(BufferKind.STATE_GRADIENT))
         self.cotangents = list(programs.buffers(BufferKind.COTANGENT))
         self.kept = (Buffer(BufferKind.KEPT),) if programs.keeps(way) else ()
+        several = way.several and bool(self.states)
+        self.in_turn = several and programs.in_turn
+        self.at_once = several and not self.in_turn
 
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
         body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in self.outputs]
         body += self._memory_of_states()
-        body += self._fill_states(()) if self.way.full else []
+        filled = self.way.full or self.at_once
+        body += self._fill_states(()) if filled else map(Receive, self.states if self.in_turn else ())
         chunk: list[Instruction] = [
             Run(
                 "forward",
                 self._inputs("forward"),
                 results=(*self.outputs, *self.kept),
-                writes=() if self.way.full else tuple(self.states),
+                writes=() if filled else tuple(self.states),
             ),
             *map(WriteRows, self.outputs),
             *map(Keep, self.kept),
         ]
-        body += [Chunks(tuple(chunk)), *map(Free, self.states)]
+        body.append(Chunks(tuple(chunk)))
+        body += map(Send, self.states if self.in_turn else ())
+        body += map(Free, self.states)
         return Procedure("forward", self._given(), tuple(body), (*self.outputs, *self.kept))
 
     def backward(self) -> Procedure:
@@ -99,8 +118,13 @@ class Builder:
             adds=(*self.state_gradients, *self.sums),
             finishes=() if self.way.full else tuple(self.state_gradients),
         )
+        in_turn = self.state_gradients if self.in_turn else ()
+        body += map(Receive, in_turn)
         body.append(Chunks((joint, *map(WriteRows, self.gradients)), reverse=True))
-        if self.way.full and self.states:
+        body += map(Send, in_turn)
+        if self.at_once:
+            body += [ReduceScatter(b, others=not self.way.full) for b in self.state_gradients]
+        if (self.way.full or self.at_once) and self.states:
             rows = [WriteRows(b, add=True) for b in self.gradients]
             last = Run(
                 "state_joint",
@@ -154,7 +178,10 @@ class Builder:
             return []
         own = not self.programs.segment.chained
         inputs = self._inputs("states", kept)
-        return [Chunks((Run("states", inputs, writes=tuple(self.states), own=own),))]
+        filling = Chunks((Run("states", inputs, writes=tuple(self.states), own=own),))
+        if self.in_turn:
+            return [*map(Receive, self.states), filling, *map(Send, self.states)]
+        return [filling, *map(AllGather, self.states if self.at_once else ())]
 
     def _memory_of_gradients(self, kind: BufferKind) -> Iterable[Instruction]:
         """Gradients of streamed inputs lie where something else did that nobody reads any more."""

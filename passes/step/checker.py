@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from .instructions import (
+    AllGather,
     Allocate,
     Buffer,
     BufferKind,
@@ -23,9 +24,12 @@ from .instructions import (
     Over,
     Overwrite,
     Procedure,
+    Receive,
+    ReduceScatter,
     Round,
     Run,
     Scale,
+    Send,
     WriteRows,
     ZeroRows,
 )
@@ -97,6 +101,8 @@ class _State:
         kept: chunks have kept something.
         read: buffers that a program has read.
         scaled, rounded: what was.
+        gathered, received, sent: states of which rows of other devices came, or were sent.
+        summed: state gradients to which other devices have added.
     """
 
     def __init__(self, procedure: Procedure) -> None:
@@ -111,6 +117,10 @@ class _State:
         self.read: set[Buffer] = set()
         self.scaled: set[Buffer] = set()
         self.rounded: set[Buffer] = set()
+        self.gathered: set[Buffer] = set()
+        self.received: set[Buffer] = set()
+        self.sent: set[Buffer] = set()
+        self.summed: set[Buffer] = set()
         self.kept = Buffer(BufferKind.KEPT) in self.rows
 
     def need(self, buffer: Buffer) -> Rows:
@@ -149,6 +159,8 @@ class _State:
                 continue
             self.complete(buffer)
             self._handed_over(buffer)
+        if self.received != self.sent:
+            raise _Fault(f"{min(b.name for b in self.received ^ self.sent)} is received and not sent on")
         mine = self.rows.keys() - {*self.procedure.parameters, *self.procedure.results}
         if mine:
             raise _Fault(f"{min(b.name for b in mine)} is left allocated")
@@ -322,6 +334,44 @@ def _round(state: _State, instruction: Round) -> None:
     state.rounded.add(buffer)
 
 
+# ---- rows on several devices
+
+
+def _all_gather(state: _State, instruction: AllGather) -> None:
+    buffer = instruction.buffer
+    state.complete(buffer)
+    if buffer in state.gathered:
+        raise _Fault(f"{buffer.name} is gathered twice")
+    state.gathered.add(buffer)
+
+
+def _reduce_scatter(state: _State, instruction: ReduceScatter) -> None:
+    buffer = instruction.buffer
+    state.need(buffer)
+    if buffer not in state.added or buffer in state.summed:
+        raise _Fault(f"{buffer.name} is summed before anything was added to it, or twice")
+    if (buffer in state.finished) is not instruction.others:
+        raise _Fault(f"{buffer.name}: what this device has added is differentiated twice, or never")
+    state.summed.add(buffer)
+    state.finished.discard(buffer)
+
+
+def _receive(state: _State, instruction: Receive) -> None:
+    buffer = instruction.buffer
+    state.need(buffer)
+    if buffer in state.read or buffer in state.added or buffer in state.received:
+        raise _Fault(f"{buffer.name} is received after it was read or added to, or twice")
+    state.received.add(buffer)
+
+
+def _send(state: _State, instruction: Send) -> None:
+    buffer = instruction.buffer
+    done = state.finished if buffer.kind is BufferKind.STATE_GRADIENT else state.rows
+    if buffer not in done or state.rows[buffer] is not Rows.COMPLETE:
+        raise _Fault(f"{buffer.name} is sent before it is complete")
+    state.sent.add(buffer)
+
+
 CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     Allocate: _allocate,
     Overwrite: _overwrite,
@@ -334,4 +384,8 @@ CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     Normalize: _normalize,
     Scale: _scale,
     Round: _round,
+    AllGather: _all_gather,
+    ReduceScatter: _reduce_scatter,
+    Receive: _receive,
+    Send: _send,
 }

@@ -170,8 +170,55 @@ class Round:
     buffer: Buffer
 
 
+@dataclass(frozen=True)
+class AllGather:
+    """Each device has filled its own rows of a state; afterwards each has all rows."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """A device's own rows of a state gradient become what is added to them on all devices, summed.
+
+    Attributes:
+        others: what the device itself has added is differentiated already: the sum is over the others.
+    """
+
+    buffer: Buffer
+    others: bool = False
+
+
+@dataclass(frozen=True)
+class Receive:
+    """What the device before has of a state, up to its own rows; of a gradient, the device behind."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Send:
+    """The next device, the one that waits in `Receive`, is sent what it needs of a state or its gradient."""
+
+    buffer: Buffer
+
+
 Instruction = (
-    Allocate | Overwrite | Free | Chunks | Run | WriteRows | ZeroRows | Keep | Normalize | Scale | Round
+    Allocate
+    | Overwrite
+    | Free
+    | Chunks
+    | Run
+    | WriteRows
+    | ZeroRows
+    | Keep
+    | Normalize
+    | Scale
+    | Round
+    | AllGather
+    | ReduceScatter
+    | Receive
+    | Send
 )
 
 

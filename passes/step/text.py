@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from ..graph.facts import shape_of, sum_dtype, tensors_of
 from .instructions import (
+    AllGather,
     Allocate,
     Buffer,
     BufferKind,
@@ -22,9 +23,12 @@ from .instructions import (
     Normalize,
     Overwrite,
     Procedure,
+    Receive,
+    ReduceScatter,
     Round,
     Run,
     Scale,
+    Send,
     WriteRows,
     ZeroRows,
 )
@@ -134,6 +138,11 @@ def _run(instruction: Run) -> str:
     return f"{words}{writes}{adds}{finishes}{', columns of its own rows' if instruction.own else ''}"
 
 
+def _neighbour(buffer: Buffer, receives: bool) -> str:
+    """States go from the first rows to the last ones, and gradients back."""
+    return "before" if (buffer.kind is BufferKind.STATE) is receives else "behind"
+
+
 LINES: Mapping[type, Callable[[Any], str]] = {
     Allocate: _allocate,
     Overwrite: lambda i: f"overwrite {i.old.name} with {i.buffer.name}",
@@ -146,4 +155,8 @@ LINES: Mapping[type, Callable[[Any], str]] = {
     Normalize: lambda i: f"normalize {i.buffer.name}",
     Scale: lambda i: f"scale {i.buffer.name}",
     Round: lambda i: f"round {i.buffer.name}",
+    AllGather: lambda i: f"all-gather rows of {i.buffer.name}",
+    ReduceScatter: lambda i: f"reduce-scatter rows of {i.buffer.name}{' of the others' if i.others else ''}",
+    Receive: lambda i: f"receive {i.buffer.name} from the device {_neighbour(i.buffer, True)}",
+    Send: lambda i: f"send {i.buffer.name} to the device {_neighbour(i.buffer, False)}",
 }

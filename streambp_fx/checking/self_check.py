@@ -34,6 +34,7 @@ from ..passes.graph.purity import is_random
 from ..passes.rules.asking import STRICT
 from ..passes.s2_prove.independent_samples import batch_size
 from ..runtime.executor import Executor
+from ..runtime.segments.own_rows import alone
 from ..runtime.step_kinds import StepKind
 from .dropout import CLEAR as SMOOTH
 from .dropout import Drawn, Trial
@@ -122,7 +123,7 @@ def _apart(executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> Iterator
     largest = [(e, e.largest) for e in executors]
     devices = {v.device for v in inputs if isinstance(v, Tensor)}
     try:
-        with warnings.catch_warnings(), comparable(executor.facts, devices) as drawing:
+        with warnings.catch_warnings(), alone(), comparable(executor.facts, devices) as drawing:
             warnings.simplefilter("ignore")
             yield drawing
     finally:

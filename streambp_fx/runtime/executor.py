@@ -32,6 +32,7 @@ from .segments.questions_to_data import MaskQuestions, Questions
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
 from .sharded_parameters import GraphGroups, StepGroups
+from .sharing import Sharing
 from .step_interpreter import StepFrame, run_step, value_of
 from .step_kinds import Draws, Prepared, StepKind, step_kind
 from .step_sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
@@ -78,7 +79,8 @@ class Executor:
         ]
         self.asked = MaskQuestions(facts, self.parts.masks)
         self.padding = Padding(self)
-        self._steps: dict[tuple[frozenset[int], bool, bool], StepProgram] = {}
+        self._steps: dict[tuple[frozenset[int], bool, bool, bool], StepProgram] = {}
+        self.shares = Sharing(options.mesh, facts, self.runners)
 
     @property
     def sweeps(self) -> int:
@@ -88,7 +90,11 @@ class Executor:
         return 2 if any(n in self.facts.needs_grad for n in self.parts.epilogue.outputs) else 0
 
     def step_program(
-        self, full: frozenset[int] = frozenset(), training: bool = True, left_out: bool = False
+        self,
+        full: frozenset[int] = frozenset(),
+        training: bool = True,
+        left_out: bool = False,
+        several: bool = False,
     ) -> StepProgram:
         """The instructions of a step, checked; made once for each kind of step.
 
@@ -96,14 +102,15 @@ class Executor:
             full: segments of which some row may read all rows.
             training: there is a backward.
             left_out: some rows of some samples are not run.
+            several: each of several devices runs its own rows.
 
         Raises:
             CompileError: what was made is wrong.
         """
-        key = full, training, left_out
+        key = full, training, left_out, several
         if key not in self._steps:
             try:
-                made = transformed(schedule(self.parts, full, training), self.parts, left_out)
+                made = transformed(schedule(self.parts, full, training), self.parts, left_out, several)
             except PassError as error:
                 raise compile_error(error) from error
             except UnsoundStep as error:
@@ -114,7 +121,7 @@ class Executor:
     def program_of(self, step: StepData) -> StepProgram:
         """The instructions of a step."""
         full = self.segments_where(lambda runner: runner.is_full(step))
-        return self.step_program(full, step.training, step.needed is not None)
+        return self.step_program(full, step.training, step.needed is not None, step.own is not None)
 
     def segments_where(self, holds: Callable[[SegmentRunner], bool]) -> frozenset[int]:
         """Of the segments that are run by chunks, the indices of those for which something holds."""
@@ -183,6 +190,7 @@ class Executor:
     def _prepared(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> Prepared:
         """Ask the data what decides how the step runs: in time linear in the sequence."""
         values, sizes = self.begin(inputs)
+        self.shares.agree(inputs)
         step, questions = self._step(sizes, rows, loss_rows), Questions()
         self._note(step)
         fetch = functools.partial(self.value, values=values, sizes=sizes)
@@ -209,8 +217,10 @@ class Executor:
         frame.sweep, frame.store = prepared.sweep, self._store(prepared.values)
         frame.groups, frame.group_of, frame.stored = groups, self.group_of, self.stored
         frame.anew = lambda instruction: self.padding.completion(instruction.part, prepared.inputs, step)
+        if step.own is not None:
+            self.shares.prepare(frame)
         run_step(program.forward, frame)
-        results = [frame.value(n) if isinstance(n, Node) else n for n in self.results]
+        results = [self.shares.result(n, frame) if isinstance(n, Node) else n for n in self.results]
         for position, made in frame.lazy.items():
             results[position] = made
         return results
@@ -260,7 +270,8 @@ class Executor:
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
         chunks = rows or self.options.rows, loss_rows or self.options.loss_rows(self.sequences(sizes))
-        return StepData(sizes, total, seed, OwnedBuffers(), *chunks, training, batch=self.batch)
+        own = self.shares.rows(total)
+        return StepData(sizes, total, seed, OwnedBuffers(), *chunks, training, batch=self.batch, own=own)
 
     def _store(self, values: dict[Any, Any]) -> Store | None:
         """Where what is saved lies until the backward, if not where it is."""

@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..passes.graph.facts import Facts, Segment, evaluate_size, shape_of, tensors_of
 from ..passes.s2_prove.inner_outputs import is_shown
+from ..passes.s3_cut.segment import row_axis
 from ..passes.s6_schedule.program import (
     DEVICE,
     Call,
     CallLoss,
+    CollectRows,
     Defer,
     Drop,
     GiveBackParameters,
@@ -40,12 +42,14 @@ from ..passes.s6_schedule.program import (
 from .lazy_tensors import Anew, LazyOutput
 from .offload import Store
 from .segments.loss_head import OneSweepHead, Sweep
+from .segments.own_rows import RowsOfValue
 from .segments.owned_buffers import as_it_is
 from .segments.segment_function import StreamedSegment
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
 from .segments.whole_segment import WholeSegment
 from .sharded_parameters import GraphGroups, StepGroups
+from .shared_values import CountedOnce, Gathered, Own, summed
 
 
 def _as_it_is(instruction: Defer) -> Anew | None:
@@ -71,6 +75,7 @@ class StepFrame:
         groups: parameters that the step takes and gives back; None: they are there.
         group_of: by parameter, its group.
         stored: what lazy outputs need of parameters that need not be there when they are read.
+        collected: values of which all rows are there, of a step whose rows lie on several devices.
     """
 
     facts: Facts
@@ -87,14 +92,41 @@ class StepFrame:
     groups: StepGroups | None = None
     group_of: Mapping[Node, int] = field(default_factory=dict)
     stored: GraphGroups | None = None
+    collected: dict[Node, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node) -> Any:
         """A value of the step, or a size as a number."""
         return value_of(node, self.values, self.sizes)
 
+    def read_whole(self, node: Node) -> Any:
+        """A value that is read in the same way on all devices; all its rows, if it has any."""
+        if node in self.collected:
+            return self.collected[node]
+        value = self.value(node)
+        shared = self.step.own is not None and isinstance(value, Tensor) and value.requires_grad
+        return CountedOnce.apply(self.step.own, value) if shared else value
+
+    def lies(self, node: Node) -> RowsOfValue | None:
+        """How the rows of a value lie on this device; None if all of it does."""
+        own, found = self.step.own, row_axis(self.facts, node)
+        return None if own is None or found is None else RowsOfValue.of(own, *found, self.step.resolve)
+
+    def rows(self, node: Node) -> Tensor:
+        """A streamed input of a segment in its shape and dtype: of the caller's, the rows of this device."""
+        value = self.values[node]
+        lies = self.lies(node) if node.op == "placeholder" else None
+        return value if lies is None else Own.apply(lies, value)
+
     def behind(self, instruction: StepInstruction, inputs: list[Any]) -> list[Any]:
-        """What an instruction is given, with a node of autograd's where it reads groups of parameters."""
-        return inputs if self.groups is None else self.groups.behind(self._read(instruction), inputs)
+        """What an instruction is given, with a node of autograd's where it reads groups of parameters.
+
+        Where rows lie on several devices as well, gradients are summed over those first, and are complete
+        before the engine hears of it.
+        """
+        if self.groups is None:
+            return inputs
+        found = self.groups.behind(self._read(instruction), inputs)
+        return found if self.step.own is None else summed(self.step.own, found)
 
     def reads_once(self, instruction: StepInstruction) -> bool:
         """True if parameters that an instruction reads are not there in the backward."""
@@ -134,13 +166,17 @@ def run_step(body: Iterable[StepInstruction], frame: StepFrame) -> None:
 
 def _run_part(instruction: RunPart, frame: StepFrame) -> None:
     part = instruction.part
-    given = [frame.value(n) for n in part.inputs]
+    alike = instruction.segment is None
+    given = [frame.read_whole(n) if alike else frame.collected.get(n, frame.value(n)) for n in part.inputs]
     given = frame.behind(instruction, given)
-    if instruction.segment is None or frame.reads_once(instruction):
+    if alike or frame.reads_once(instruction):
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):
             found = WholeSegment.apply(part, *given)
+        lies = map(frame.lies, part.outputs)
+        found = tuple(v if how is None else Own.apply(how, v) for v, how in zip(found, lies, strict=True))
+    frame.collected.clear()
     frame.before(instruction, found)
     frame.values.update(zip(part.outputs, found, strict=True))
 
@@ -154,7 +190,7 @@ def _call(instruction: Call, frame: StepFrame, unread: bool = False) -> None:
     backward = frame.program.backward_of(segment.index)
     procedures = None if unread else instruction.procedure, None if backward is None else backward.procedure
     whole = [frame.values[n] for n in segment.whole]
-    given = frame.behind(instruction, _inputs(segment, frame.values))
+    given = frame.behind(instruction, _inputs(segment, frame))
     with _kept_in(frame.store, instruction.place):
         outputs = StreamedSegment.apply(runner, frame.step, whole, procedures, *given)
     frame.before(instruction, outputs)
@@ -167,7 +203,7 @@ def _call_loss(instruction: CallLoss, frame: StepFrame) -> None:
     assert frame.sweep is not None and scaling is not None
     whole = [frame.values[n] for n in segment.whole]
     procedures = instruction.procedure, scaling.procedure
-    given = frame.behind(instruction, _inputs(segment, frame.values))
+    given = frame.behind(instruction, _inputs(segment, frame))
     found = OneSweepHead.apply(runner, frame.step, whole, frame.sweep, procedures, *given)
     frame.before(instruction, found)
     frame.values.update(zip(instruction.part.outputs, found, strict=True))
@@ -181,7 +217,8 @@ def _group(instruction: Group, frame: StepFrame) -> None:
     tensors = {n: v for n, v in inputs.items() if isinstance(v, Tensor)}
     nodes, runs = list(tensors), itertools.count()  # the function must not hold what segments made
     held = {n: as_it_is(v).requires_grad_(v.requires_grad) for n, v in tensors.items() if v.is_leaf}
-    outside = replace(frame, values={}, store=None, sweep=None, anew=_as_it_is)  # nor what others hold
+    # nor what others hold
+    outside = replace(frame, values={}, store=None, sweep=None, anew=_as_it_is, collected={})
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         again = next(runs) > 0
@@ -229,6 +266,13 @@ def _defer(instruction: Defer, frame: StepFrame) -> None:
     frame.lazy[instruction.position] = made
 
 
+def _collect_rows(instruction: CollectRows, frame: StepFrame) -> None:
+    for value in instruction.inputs:
+        assert value.node is not None
+        own = frame.values[value.node]
+        frame.collected[value.node] = Gathered.apply(frame.lies(value.node), instruction.partial, own)
+
+
 def _take_parameters(instruction: TakeParameters, frame: StepFrame) -> None:
     if frame.groups is not None:
         frame.groups.take(instruction.group)
@@ -243,13 +287,14 @@ def _nothing(instruction: StepInstruction, frame: StepFrame) -> None:
     """What is returned is what the executor takes."""
 
 
-def _inputs(segment: Segment, values: Mapping[Node, Any]) -> list[Tensor]:
+def _inputs(segment: Segment, frame: StepFrame) -> list[Tensor]:
     """Streamed inputs and constants, in the order in memory that programs take them to have.
 
     What comes out of a segment that runs whole may be a view, or lie otherwise than its fake tensor.
     """
+    values = frame.values
     constants = (values[n].contiguous() if n.op == "call_function" else values[n] for n in segment.constants)
-    return [*(values[n].contiguous() for n in segment.rows), *constants]
+    return [*(frame.rows(n).contiguous() for n in segment.rows), *constants]
 
 
 def _kept_in(store: Store | None, place: str) -> Any:
@@ -270,6 +315,7 @@ EXECUTE: Mapping[type, Callable[[Any, StepFrame], None]] = {
     Drop: _forget,
     Defer: _defer,
     Return: _nothing,
+    CollectRows: _collect_rows,
     TakeParameters: _take_parameters,
     GiveBackParameters: _give_back_parameters,
 }

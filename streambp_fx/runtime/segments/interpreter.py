@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...passes.graph.facts import tensors_of
 from ...passes.step.instructions import (
+    BY_ROWS,
+    AllGather,
     Allocate,
     Buffer,
     BufferKind,
@@ -22,12 +24,16 @@ from ...passes.step.instructions import (
     Over,
     Overwrite,
     Procedure,
+    Receive,
+    ReduceScatter,
     Round,
     Run,
     Scale,
+    Send,
     WriteRows,
     ZeroRows,
 )
+from .own_rows import OwnRows
 from .segment_runner import SegmentRunner
 from .step_blocks import RowBlock, StepData
 
@@ -118,7 +124,8 @@ def _new(buffer: Buffer, frame: Frame, zero: bool) -> Tensor:
     if buffer.kind is BufferKind.SUM:  # in the memory layout of what it is the gradient of
         constant = frame.tensors[Buffer(BufferKind.CONSTANT, buffer.node)]
         return torch.zeros_like(constant, dtype=frame.runner.sum_dtype(buffer, constant.dtype))
-    return frame.runner.allocate(buffer.node, frame.step, frame.like, zero, buffer.wide)
+    by_rows = buffer.kind in BY_ROWS
+    return frame.runner.allocate(buffer.node, frame.step, frame.like, zero, buffer.wide, own=by_rows)
 
 
 def _overwrite(instruction: Overwrite, frame: Frame) -> None:
@@ -201,6 +208,59 @@ def _round(instruction: Round, frame: Frame) -> None:
     frame.tensors[buffer] = frame.runner.rounded(buffer, frame.tensors.pop(buffer), frame.function)
 
 
+# ---- rows on several devices
+
+
+def _all_gather(instruction: AllGather, frame: Frame) -> None:
+    own, rows = _exchanged(instruction.buffer, frame)
+    own.fill(rows, own.own(rows))
+
+
+def _reduce_scatter(instruction: ReduceScatter, frame: Frame) -> None:
+    own, rows = _exchanged(instruction.buffer, frame)
+    if instruction.others:
+        own.zero(rows)
+    own.write(rows, own.sum(rows))
+
+
+def _receive(instruction: Receive, frame: Frame) -> None:
+    own, _ = _exchanged(instruction.buffer, frame)
+    behind = instruction.buffer.kind is BufferKind.STATE_GRADIENT
+    rank = own.rank + (1 if behind else -1)
+    if 0 <= rank < own.devices:
+        border = own.begin_of(rank) if behind else own.begin
+        own.receive(_at_border(instruction.buffer, frame, border, last=behind), rank)
+
+
+def _send(instruction: Send, frame: Frame) -> None:
+    own, _ = _exchanged(instruction.buffer, frame)
+    behind = instruction.buffer.kind is BufferKind.STATE
+    rank = own.rank + (1 if behind else -1)
+    if 0 <= rank < own.devices:
+        border = own.begin_of(rank) if behind else own.begin
+        own.send(_at_border(instruction.buffer, frame, border, last=behind), rank)
+
+
+def _exchanged(buffer: Buffer, frame: Frame) -> tuple[OwnRows, Tensor]:
+    """Whose rows are whose, and the state with its rows in front."""
+    assert frame.step.own is not None
+    return frame.step.own, frame.tensors[buffer].movedim(buffer.dim, 0)
+
+
+def _at_border(buffer: Buffer, frame: Frame, border: int, last: bool) -> Tensor:
+    """What a device reads of a state that others have filled, as a view: the rows before a border.
+
+    Of a recurrence: the state before the first chunk of a device, or behind its last one.
+    """
+    assert buffer.node is not None
+    tensor = frame.tensors[buffer]
+    if buffer.by_chunk:
+        return tensor[-1 if last else 0]
+    before = frame.runner.programs.states[buffer.node].before
+    rows = tensor.movedim(buffer.dim, 0)[:border]
+    return rows if before is None else rows[max(0, len(rows) - before) :]
+
+
 def power_of_two_above(coefficients: Tensor) -> Tensor:
     """The power of two just above the greatest coefficient.
 
@@ -228,4 +288,8 @@ EXECUTE: Mapping[type, Callable[[Any, Frame], None]] = {
     Normalize: _normalize,
     Scale: _scale,
     Round: _round,
+    AllGather: _all_gather,
+    ReduceScatter: _reduce_scatter,
+    Receive: _receive,
+    Send: _send,
 }

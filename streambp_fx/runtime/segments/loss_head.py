@@ -86,7 +86,7 @@ def sweep_of(
     rows = runner.allocate(node, step, like, zero=True)
     coefficients, alone = _coefficients(epilogue, rows, position)
     sweep, chunks = Sweep(epilogue, position, coefficients), len(runner.extents(step))
-    if alone and chunks:
+    if alone and chunks and step.own is None:
         flags, lengths = runner.counts(coefficients, step)
         more = max(1, runner.segment.removed)  # those of the sequence that the head has not may come first
         sweep.unread = torch.where(lengths > 0, lengths + more, lengths)
@@ -122,11 +122,12 @@ class OneSweepHead(torch.autograd.Function):
         extents = runner.extents(step)
         frame.blocks = lambda over: sweep.blocks(extents, over is not Over.NOT_COUNTED)
         (cotangent,) = runner.programs.buffers(BufferKind.COTANGENT)
-        frame.tensors[cotangent] = sweep.coefficients.contiguous()
+        frame.tensors[cotangent] = _own(sweep.coefficients, runner, step).contiguous()
         loss, ctx.procedure = procedures
         output, *made = run(loss, frame)
         with torch.no_grad():
-            outputs = tuple(sweep.epilogue(output))
+            lies = None if step.own is None else runner.lies(runner.segment.outputs[0], step)
+            outputs = tuple(sweep.epilogue(output if lies is None else lies.gather(output)))
         ctx.position = sweep.position
         finished = dict(zip(ctx.procedure.parameters, made, strict=True))
         ctx.frame = Frame(runner, step, finished, (made or [output])[0], lambda over: [], unit=frame.unit)
@@ -154,6 +155,11 @@ class OneSweepHead(torch.autograd.Function):
             frame.step.owned.add(found[node])
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None,) * 5 + tuple(found.get(n) for n in inputs)
+
+
+def _own(value: Tensor, runner: SegmentRunner, step: StepData) -> Tensor:
+    """Of the rows of the head, those of this device."""
+    return value if step.own is None else runner.lies(runner.segment.outputs[0], step).slice(value)
 
 
 def _coefficients(epilogue: Callable[[Tensor], tuple], zeros: Tensor, position: int) -> tuple[Tensor, bool]:

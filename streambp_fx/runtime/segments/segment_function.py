@@ -112,4 +112,4 @@ def frame_of(
 
 def _zeros(runner: SegmentRunner, buffer: Buffer, frame: Frame) -> Tensor:
     assert buffer.node is not None
-    return runner.allocate(buffer.node, frame.step, frame.like, zero=True)
+    return runner.allocate(buffer.node, frame.step, frame.like, zero=True, own=True)

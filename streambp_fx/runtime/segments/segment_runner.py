@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ...passes.s5_lower.lower import Lowered
 from ...passes.s5_lower.programs import SegmentPrograms
 from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from .failures import compile_error
+from .own_rows import RowsOfValue
 from .owned_buffers import split_rows
 from .round_sums import is_added, rounded
 from .step_blocks import RowBlock, SampleRange, StepData, counts
@@ -66,7 +67,13 @@ class SegmentRunner:
     # ---- sizes
 
     def allocate(
-        self, node: Node, step: StepData, like: Tensor, zero: bool = False, wide: bool = False
+        self,
+        node: Node,
+        step: StepData,
+        like: Tensor,
+        zero: bool = False,
+        wide: bool = False,
+        own: bool = False,
     ) -> Tensor:
         """A buffer for a value, in its shape for this step and its dtype.
 
@@ -74,11 +81,24 @@ class SegmentRunner:
             like: a tensor on the device of the buffer.
             zero: it begins with zeros.
             wide: it is for sums of the value over chunks, which may have a wider dtype.
+            own: it is for the rows of this device alone.
         """
-        shape = [step.resolve(s) for s in shape_of(node)]
+        shape = self._shape(node, step, own)
         dtype = tensors_of(node)[0].dtype
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=sum_dtype(dtype) if wide else dtype, device=like.device)
+
+    def _shape(self, node: Node, step: StepData, own: bool) -> list[int]:
+        shape = [step.resolve(s) for s in shape_of(node)]
+        if own and step.own is not None:
+            lies = self.lies(node, step)
+            shape[lies.dim] = lies.entries
+        return shape
+
+    def lies(self, node: Node, step: StepData) -> RowsOfValue:
+        """How the rows of a value lie on this device, of a step whose rows lie on several."""
+        assert step.own is not None
+        return RowsOfValue.of(step.own, *self.axis(node), step.resolve)
 
     def states_of_recurrence(self, buffer: Buffer, chunks: int, step: StepData, like: Tensor) -> Tensor:
         """Zeros for the state of a recurrence before each of so many chunks, and after the last.
@@ -113,7 +133,7 @@ class SegmentRunner:
 
     def unwritten(self, node: Node, step: StepData, like: Tensor) -> Tensor:
         """A stand-in for a value that nobody reads: its shape, without its memory."""
-        shape = [step.resolve(s) for s in shape_of(node)]
+        shape = self._shape(node, step, own=True)
         return torch.empty((), dtype=tensors_of(node)[0].dtype, device=like.device).expand(shape)
 
     def is_full(self, step: StepData) -> bool:
@@ -123,14 +143,28 @@ class SegmentRunner:
     def extents(self, step: StepData) -> list[Extent]:
         """The chunks of this segment in a step."""
         rows = step.chunk if self.segment.mixings else step.loss_chunk
-        return self.extents_of(step.total, rows, self.is_full(step))
+        total = step.total - self.segment.removed
+        spans = None if step.own is None else step.own.spans(total)
+        return self.extents_of(step.total, rows, self.is_full(step), spans)
 
-    def extents_of(self, tokens: int, chunk: int, full: bool | None = None) -> list[Extent]:
-        """The chunks for a sequence length. A window bounds how far back a chunk's columns begin."""
+    def extents_of(
+        self,
+        tokens: int,
+        chunk: int,
+        full: bool | None = None,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> list[Extent]:
+        """The chunks for a sequence length. A window bounds how far back a chunk's columns begin.
+
+        Args:
+            spans: first row and end of the pieces that are run; None: all rows are.
+        """
         full = self.segment.reach is Reach.FULL if full is None else full
         result = []
         total = tokens - self.segment.removed
-        for start, rows in split_rows(total, chunk):
+        pieces = [(0, total)] if spans is None else spans
+        cut = ((first, split_rows(end - first, chunk)) for first, end in pieces)
+        for start, rows in ((first + k, rows) for first, own in cut for k, rows in own):
             low = 0 if self.segment.mixings else start
             if self.segment.window is not None and not full:
                 low = max(0, start - int(self.segment.window) + 1)
@@ -195,7 +229,7 @@ class SegmentRunner:
             inputs: what of that goes into the program, in order.
         """
         extent, own = block.extent, step.of(block.part)
-        seed = step.seed + ((self.segment.index << 20) + index << 12)
+        seed = step.seed + ((self.segment.index << 20) + step.first_index + index << 12)
         args = self.numbers(extent, seed, own)
         for buffer in inputs:
             if buffer.kind is BufferKind.KEPT:
@@ -238,7 +272,14 @@ class SegmentRunner:
     def rows_of(self, node: Node, value: Tensor, extent: Extent, step: StepData) -> Tensor:
         """The rows of a chunk: a view of the whole value with fewer entries in the dim of the sequence."""
         dim, axis = self.axis(node)
-        return narrow(value, dim, axis, extent.start, extent.rows, extent.total, step.resolve)
+        start, total = self._place(extent, step)
+        return narrow(value, dim, axis, start, extent.rows, total, step.resolve)
+
+    def _place(self, extent: Extent, step: StepData) -> tuple[int, int]:
+        """Where the rows of a chunk begin among those that are held, and how many are."""
+        if step.own is None:
+            return extent.start, extent.total
+        return step.own.place(extent.start), step.own.count(extent.total)
 
     def view(self, node: Node, value: Tensor, block: RowBlock, step: StepData) -> Tensor:
         """The rows of a block, as a view of the whole value with fewer entries in the dim of the sequence.
@@ -247,10 +288,11 @@ class SegmentRunner:
         """
         value, step = self._samples_of(node, value, block.part, step), step.of(block.part)
         dim, axis = self.axis(node)
+        start, total = self._place(block.extent, step)
         if not axis.simple:
-            sizes = (step.resolve(axis.outer), block.extent.total, step.resolve(axis.inner))
+            sizes = (step.resolve(axis.outer), total, step.resolve(axis.inner))
             value, dim = value.unflatten(dim, sizes), dim + 1
-        return value.narrow(dim, block.extent.start, block.extent.rows)
+        return value.narrow(dim, start, block.extent.rows)
 
     def rows_behind(self, limits: list[int], node: Node, value: Tensor, step: StepData) -> Iterator[Tensor]:
         """The rows of an output that do not count, of one sample (or all together) after the other.

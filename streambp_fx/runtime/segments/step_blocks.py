@@ -31,6 +31,7 @@ from torch import Tensor
 from ...passes.graph.facts import Mask
 from ...passes.s2_prove.independent_samples import Place
 from ...passes.s4_trace.program_inputs import Extent
+from .own_rows import OwnRows
 from .owned_buffers import OwnedBuffers
 
 
@@ -78,6 +79,7 @@ class StepData:
         limits: for each sample (or for all, as one) the rows that count, not up to the end of a chunk; None
             if those behind them are computed as well, and as eager computes them.
         complete: with `limits`, the step that computes all rows.
+        own: the rows that this device runs, of a sequence that lies on several; None: all.
     """
 
     sizes: dict[sympy.Symbol, int]
@@ -93,6 +95,7 @@ class StepData:
     batch: sympy.Symbol | None = None
     limits: list[int] | None = None
     complete: StepData | None = None
+    own: OwnRows | None = None
 
     def parts(self, start: int) -> list[SampleRange | None]:
         """The samples that a chunk is run for, in pieces that lie together; None for all of them."""
@@ -106,6 +109,11 @@ class StepData:
             return self
         assert self.batch is not None
         return dataclasses.replace(self, sizes={**self.sizes, self.batch: part.count}, needed=None)
+
+    @property
+    def first_index(self) -> int:
+        """A number for the first chunk, so that no two chunks draw the same random numbers."""
+        return 0 if self.own is None else self.own.rank << 14
 
     def resolve(self, size: sympy.Expr) -> int:
         """A size as a number."""

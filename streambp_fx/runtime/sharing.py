@@ -1,0 +1,122 @@
+"""A step whose rows lie on several devices: what is the same on all of them, and what is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import Node
+
+from ..errors import StreamBPError
+from ..passes.graph.facts import Facts
+from ..passes.s6_schedule.program import flat
+from .lazy_tensors import Anew
+from .segments.own_rows import OwnRows, is_alone
+from .segments.segment_runner import SegmentRunner
+from .shared_values import CountedOnce, Summed
+from .step_interpreter import StepFrame
+
+NOT_READ = (
+    "these logits are computed when they are read, from rows that lie on several devices. Compute the loss "
+    'within the model (labels=...), or have all logits on each device: logits="keep".'
+)
+OTHERS = (
+    "the devices that share a sequence must be given the same batch: each takes its own rows of it. {what} "
+    "differ between device {first} and device {other} of the mesh."
+)
+
+
+class DifferentInputsError(StreamBPError, ValueError):
+    """Devices that share a sequence were given different batches."""
+
+
+class Sharing:
+    """How the steps of a graph are shared.
+
+    Args:
+        mesh: a device mesh of one dim; None: they are not.
+        facts, runners: of the graph; the runners by segment, None for one that always runs whole.
+    """
+
+    def __init__(self, mesh: Any, facts: Facts, runners: Sequence[SegmentRunner | None]) -> None:
+        self.facts = facts
+        self.group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
+        self.in_turn = any(r is not None and r.programs.in_turn for r in runners)
+        made = {n for s in facts.segments for n in s.outputs}
+        self.by_segments = made - {n for n in facts.nodes if n.op == "placeholder"}
+
+    @property
+    def is_on(self) -> bool:
+        """What runs now is shared."""
+        return self.group is not None and not is_alone()
+
+    def rows(self, tokens: int) -> OwnRows | None:
+        """Whose rows of a sequence are whose; None if all are this device's."""
+        return OwnRows(self.group, tokens, self.in_turn) if self.is_on else None
+
+    def agree(self, inputs: Iterable[Any]) -> None:
+        """See that all devices are given the same.
+
+        Raises:
+            DifferentInputsError: they are not.
+        """
+        if not self.is_on:
+            return
+        tensors = [v for v in inputs if isinstance(v, Tensor) and not isinstance(v, torch.nn.Parameter)]
+        shapes = hash(tuple(tuple(v.shape) for v in tensors)) % 2**53
+        numbers = torch.tensor([shapes, _digest(tensors)], dtype=torch.int64)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        flat = torch.empty(dist.get_world_size(self.group) * 2, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(flat, numbers.to(device), group=self.group)
+        found = flat.view(-1, 2)
+        for column, what in enumerate(("Shapes of inputs", "Numbers in them")):
+            others = [k for k, own in enumerate(found[:, column].tolist()) if own != found[0, column].item()]
+            if others:
+                raise DifferentInputsError(OTHERS.format(what=what, first=0, other=others[0]))
+
+    def prepare(self, frame: StepFrame) -> None:
+        """Gradients of what the caller gives are summed: those that one instruction reads, together.
+
+        Not of parameters that the step takes, see `StepFrame.behind`.
+        """
+        own, leaves = frame.step.own, {v.node for v in frame.program.gradients}
+        assert own is not None
+        frame.anew = lambda instruction: Anew([], _refuse, lambda _: None)
+        done: set[Node] = set() if frame.groups is None else set(frame.group_of)
+        for instruction in flat(frame.program.forward):
+            read = [n for v in instruction.inputs if (n := v.node) in leaves and n not in done]
+            nodes = [n for n in dict.fromkeys(read) if n is not None and _learns(frame.values[n])]
+            if nodes:
+                summed = Summed.apply(own, *(frame.values[n] for n in nodes))
+                frame.values.update(zip(nodes, summed, strict=True))
+                done.update(nodes)
+
+    def result(self, node: Node, frame: StepFrame) -> Any:
+        """A value for the caller."""
+        if frame.step.own is None or node in frame.collected:
+            return frame.collected.get(node, frame.value(node))
+        value = frame.value(node)
+        shared = node in self.by_segments and isinstance(value, Tensor) and value.requires_grad
+        return CountedOnce.apply(frame.step.own, value) if shared else value
+
+
+def _refuse() -> list[Any]:
+    raise RuntimeError(NOT_READ)
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def _digest(tensors: Sequence[Tensor]) -> int:
+    """A number that differs, as good as always, where numbers in integer tensors do."""
+    total = 0
+    for value in tensors:
+        if value.dtype in (torch.int64, torch.int32, torch.bool) and value.numel():
+            flat = value.detach().reshape(-1).to(torch.int64)
+            weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 2654435761 % 1000003
+            total = (total * 31 + int((flat * weights).sum())) % 2**53
+    return total

@@ -1,0 +1,315 @@
+"""Models whose sequences lie on several devices: what one process runs of a case, and what it is compared to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from in_processes import counted
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import streambp_fx
+from streambp_fx.measure.in_float64 import true_double
+
+VOCABULARY = 97
+STEPS = 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that is trained for some steps, its sequences on several devices, or on one.
+
+    Attributes:
+        model, objective: names in `MODELS` and `OBJECTIVES`.
+        tokens: of a sequence; one fewer in each further step.
+        padding: "", "left" or "right".
+        options: of `transform`.
+        data: devices along which the batch is distributed, besides those of the sequence.
+        engine: "" or a name in `ENGINES`, over the data devices.
+    """
+
+    model: str = "dense"
+    objective: str = "labels"
+    tokens: int = 61
+    padding: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    data: int = 1
+    engine: str = ""
+
+    def __str__(self) -> str:
+        more = [f"{k}={v}" for k, v in self.options.items()]
+        words = [self.model, self.objective, str(self.tokens), self.padding, self.engine, *more]
+        return " ".join(w for w in words if w)
+
+
+@dataclass
+class Trained:
+    """What came of it.
+
+    Attributes:
+        losses: of the steps.
+        gradients: of the last one, by name.
+        collectives: of all steps, by kind.
+        chunked, segments: how many segments run by chunks, of how many.
+    """
+
+    losses: list[float]
+    gradients: dict[str, Tensor | None]
+    collectives: dict[str, int]
+    chunked: int = 0
+    segments: int = 0
+
+
+# ---- models
+
+
+def _dense(**changes: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **changes}))
+
+
+def _tied() -> nn.Module:
+    return _dense(tie_word_embeddings=True)
+
+
+def _eager_attention() -> nn.Module:
+    return _dense(attn_implementation="eager")
+
+
+def _window() -> nn.Module:
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=9)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def _experts() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        output_router_logits=True,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+def _recurrent() -> nn.Module:
+    config = transformers.Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_heads=8,
+        head_dim=8,
+        state_size=16,
+        n_groups=1,
+        chunk_size=8,
+        num_hidden_layers=2,
+        use_cache=False,
+    )
+    return transformers.Mamba2ForCausalLM(config)
+
+
+def _hybrid() -> nn.Module:
+    config = transformers.Qwen3NextConfig(
+        **SIZES,
+        head_dim=8,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )
+    model = transformers.Qwen3NextForCausalLM(config)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
+class _Gate(nn.Module):
+    """Between two layers: rows are multiplied by what is made of all of them, which no chunk can do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.weight = layer, nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = self.layer(hidden, *args, **kwargs)
+        return made * (1 + self.weight * torch.linalg.vector_norm(hidden, dim=1, keepdim=True).tanh())
+
+
+def _unchunked() -> nn.Module:
+    model = _dense()
+    model.model.layers[1] = _Gate(model.model.layers[1])
+    return model
+
+
+class _LastButOne(nn.Module):
+    """A loss on the logits without the last row, in the model's own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _dense()
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dense": _dense,
+    "tied": _tied,
+    "eager": _eager_attention,
+    "window": _window,
+    "experts": _experts,
+    "recurrent": _recurrent,
+    "hybrid": _hybrid,
+    "unchunked": _unchunked,
+    "last but one": _LastButOne,
+}
+
+
+# ---- objectives
+
+
+def _labels(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch).loss
+
+
+def _outside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss that is made of the logits outside of the model."""
+    given = {k: v for k, v in batch.items() if k != "labels"}
+    logits = model(**given).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def _hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss and what is made of a hidden state that the model returns."""
+    found = model(**batch, output_hidden_states=True)
+    return found.loss + (found.hidden_states[-1] ** 2).mean()
+
+
+def _embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Embeddings are given, and have a gradient themselves."""
+    given = {k: v for k, v in batch.items() if k != "input_ids"}
+    return model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), **given).loss
+
+
+OBJECTIVES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Tensor]] = {
+    "labels": _labels,
+    "outside": _outside,
+    "hidden": _hidden,
+    "embedded": _embedded,
+}
+
+
+# ---- training
+
+
+def built(case: Case) -> nn.Module:
+    """The model, in float64, the same in each process."""
+    torch.manual_seed(0)
+    return MODELS[case.model]().double().train()
+
+
+def batch(case: Case, step: int, rows: int) -> dict[str, Tensor]:
+    """Inputs of a step, for so many samples."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (rows, case.tokens - step), generator=generator)
+    found = {"input_ids": ids, "labels": ids.clone()}
+    if case.padding:
+        mask = torch.ones_like(ids)
+        mask[0, -5:] = 0
+        mask = mask.flip(1) if case.padding == "left" else mask
+        found["labels"][mask == 0] = -100
+        found["attention_mask"] = mask
+    return found
+
+
+def trained(case: Case, model: nn.Module, part: slice) -> Trained:
+    """Train for some steps on a part of each batch.
+
+    Args:
+        part: of the samples, two for each data device.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = Trained([], {}, {})
+    with true_double(model), counted() as collectives:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            inputs = {k: v[part] for k, v in batch(case, step, 2 * case.data).items()}
+            loss = OBJECTIVES[case.objective](model, inputs)
+            loss.backward()
+            found.losses.append(loss.item())
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        found.gradients[name] = None if parameter.grad is None else _full(parameter.grad).clone()
+    found.collectives = dict(collectives)
+    return found
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def by_one(case: Case) -> Trained:
+    """The same training by one process, unstreamed."""
+    return trained(case, built(case), slice(None))
+
+
+def shared(rank: int, world: int, case: Case) -> Trained:
+    """What one of the processes runs."""
+    mesh = init_device_mesh("cpu", (case.data, world // case.data), mesh_dim_names=("dp", "cp"))
+    model = built(case)
+    if case.engine:
+        ENGINES[case.engine](model, mesh)
+    options = {"chunk": 8, "loss_chunk": 8, "on_error": "raise", **case.options}
+    with warnings.catch_warnings():
+        if case.model != "unchunked":
+            warnings.simplefilter("error", streambp_fx.StreamBPWarning)
+        streambp_fx.transform(model, mesh=mesh["cp"], **options)
+        mine = mesh["dp"].get_local_rank()
+        run: nn.Module = model
+        if case.engine == "ddp":
+            run = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        found = trained(case, run, slice(2 * mine, 2 * mine + 2))
+    found.gradients = {k.removeprefix("module."): v for k, v in found.gradients.items()}
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    found.chunked = sum(s.chunked for s in schedule.segments)
+    found.segments = len(schedule.segments)
+    losses = torch.tensor(found.losses, dtype=torch.float64)
+    dist.all_reduce(losses, group=mesh["dp"].get_group())
+    found.losses = (losses / case.data).tolist()
+    return found
+
+
+def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+ENGINES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    "fsdp2": _fsdp2,
+    "ddp": lambda model, mesh: None,
+}

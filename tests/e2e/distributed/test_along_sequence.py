@@ -1,0 +1,94 @@
+"""Sequences on several devices: losses and gradients are those of one process that runs all of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from along_sequence import Case, Trained, by_one, shared
+from in_processes import in_processes
+
+TOLERANCE = 1e-9
+
+
+def _compare(found: Trained, expected: Trained) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, wanted in expected.gradients.items():
+        own = found.gradients[name]
+        assert (own is None) == (wanted is None), name
+        if own is not None and wanted is not None:
+            torch.testing.assert_close(
+                own, wanted, rtol=TOLERANCE, atol=TOLERANCE * float(wanted.abs().max())
+            )
+
+
+def _check(case: Case, world: int, folder: Path) -> list[Trained]:
+    expected = by_one(case)
+    found = in_processes(folder, world, shared, world, case)
+    for own in found:
+        _compare(own, expected)
+        assert own.collectives == found[0].collectives
+    whole = 1 if case.model == "unchunked" else 0
+    assert found[0].segments - found[0].chunked == whole
+    return found
+
+
+@pytest.mark.parametrize("case", [Case(padding="left"), Case("hybrid")], ids=str)
+def test_two_devices(case: Case, tmp_path: Path) -> None:
+    _check(case, 2, tmp_path)
+
+
+SLOW = [
+    Case("tied", padding="right"),
+    Case("eager", padding="left"),
+    Case("window", padding="right"),
+    Case("experts"),
+    Case("recurrent", padding="right"),
+    Case("unchunked"),
+    Case("last but one"),
+    Case(objective="outside"),
+    Case(objective="hidden"),
+    Case(objective="embedded"),
+    Case(options={"save": "attention", "every": 2}),
+    Case(options={"offload": "disk"}),
+    Case("hybrid", options={"every": 2}),
+    Case(options={"chunk": "auto", "policy": "auto"}),
+    Case(tokens=3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_of_each_kind(case: Case, tmp_path: Path) -> None:
+    _check(case, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tied", padding="left"),
+        Case("window", tokens=43),
+        Case("hybrid", tokens=42, padding="right"),
+        Case("dense", data=2, engine="ddp"),
+        Case("dense", data=2, engine="fsdp2"),
+        Case("hybrid", data=2, engine="fsdp2"),
+    ],
+    ids=str,
+)
+def test_four_devices(case: Case, tmp_path: Path) -> None:
+    _check(case, 4, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1000, 16, 2])
+def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
+    """Of a layer: keys and values, forwards and backwards, and their gradients; then its parameters."""
+    found = _check(Case(options={"chunk": chunk}), 2, tmp_path)
+    layers, steps = 3, 2
+    agreed, head = steps, steps
+    assert found[0].collectives == {
+        "gather": 2 * 2 * layers * steps + agreed + head,
+        "scatter": 2 * layers * steps,
+        "reduce": (layers + 2) * steps,
+    }
