@@ -104,7 +104,7 @@ class Builder:
         body.append(Chunks(tuple(chunk)))
         body += map(Send, self.states if self.in_turn else ())
         body += map(Free, self.states)
-        return Procedure("forward", self._given(), tuple(body), (*self.outputs, *self.kept))
+        return Procedure("forward", self._given(), tuple(body), (*self.outputs, *self.kept), self.way.several)
 
     def backward(self) -> Procedure:
         """Gradients of the streamed inputs, and of the constants."""
@@ -138,7 +138,7 @@ class Builder:
         body += map(Free, (*self.states, *self.state_gradients))
         body += map(Round, self.sums)
         given = (*self.cotangents, *self._given(), *self.kept)
-        return Procedure("backward", given, tuple(body), (*self.gradients, *self.sums))
+        return Procedure("backward", given, tuple(body), (*self.gradients, *self.sums), self.way.several)
 
     def loss(self) -> Procedure:
         """Values by rows, and all gradients for a unit gradient of the loss: the cotangents are its own."""
@@ -151,12 +151,12 @@ class Builder:
         body.append(Chunks((run, *map(WriteRows, results)), over=Over.COUNTED))
         body.append(Chunks(tuple(map(ZeroRows, self.gradients)), over=Over.NOT_COUNTED))
         given = (*self.cotangents, *self._given())
-        return Procedure("loss", given, tuple(body), (*results, *self.sums))
+        return Procedure("loss", given, tuple(body), (*results, *self.sums), self.way.several)
 
     def scaling(self) -> Procedure:
         """What the backward of a loss has left to do, once the gradient of the loss is known."""
         made = (*self.gradients, *self.sums)
-        return Procedure("scaling", made, (*map(Scale, made), *map(Round, self.sums)), made)
+        return Procedure("scaling", made, (*map(Scale, made), *map(Round, self.sums)), made, self.way.several)
 
     # ---- parts
 

@@ -201,6 +201,9 @@ def _free(state: _State, instruction: Free) -> None:
         raise _Fault(f"{buffer.name} is freed before its rows are differentiated")
     if buffer not in state.read:
         raise _Fault(f"{buffer.name} is freed and was never read")
+    shared = buffer.kind is BufferKind.STATE_GRADIENT and state.procedure.several
+    if shared and buffer not in state.summed and buffer not in state.received:
+        raise _Fault(f"{buffer.name} is freed without what other devices have added to it")
     del state.rows[buffer]
 
 
@@ -263,6 +266,9 @@ def _reads(state: _State, loop: Chunks, run: Run, buffer: Buffer) -> None:
     if buffer.kind is BufferKind.SUM or buffer in run.adds or buffer in run.writes:
         return
     state.complete(buffer)
+    there = run.own or buffer in state.gathered or buffer in state.received
+    if buffer.kind is BufferKind.STATE and state.procedure.several and not there:
+        raise _Fault(f"rows of {buffer.name} are read that other devices have")
     lost = [new for new, old in state.lies_on.items() if old == buffer]
     if any(new in state.written or state.rows[new] is not Rows.ANYTHING for new in lost):
         raise _Fault(f"rows of {buffer.name} are read after they were overwritten")

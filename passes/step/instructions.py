@@ -231,12 +231,14 @@ class Procedure:
             the backward after a loss).
         parameters: what is held when it begins.
         results: what it hands over, in order.
+        several: it runs the rows of one of several devices.
     """
 
     name: str
     parameters: tuple[Buffer, ...]
     body: tuple[Instruction, ...]
     results: tuple[Buffer, ...]
+    several: bool = False
 
     def runs(self) -> Iterator[tuple[Chunks, Run]]:
         """The programs that it calls, each with its loop, in order."""

@@ -112,6 +112,11 @@ class StepCost(ProgramCosts):
         """The step of a batch without padding."""
         return self.executor.step_program(self.executor.segments_where(self.is_full))
 
+    @property
+    def shared_program(self) -> StepProgram:
+        """The same on one of several devices, each of which runs its own rows."""
+        return self.executor.step_program(self.executor.segments_where(self.is_full), several=True)
+
     def procedures(self, segment: Segment) -> list[Procedure]:
         """What runs a segment, once each; nothing of one that runs whole."""
         calls = (c for c in self.step_program.calls() if c.segment == segment.index)

@@ -14,7 +14,7 @@ from ..errors import StreamBPError
 from ..passes.graph.facts import Facts
 from ..passes.s6_schedule.program import flat
 from .lazy_tensors import Anew
-from .segments.own_rows import OwnRows, is_alone
+from .segments.own_rows import OwnRows, all_gather, is_alone
 from .segments.segment_runner import SegmentRunner
 from .shared_values import CountedOnce, Summed
 from .step_interpreter import StepFrame
@@ -70,7 +70,7 @@ class Sharing:
         numbers = torch.tensor([shapes, _digest(tensors)], dtype=torch.int64)
         device = tensors[0].device if tensors else torch.device("cpu")
         flat = torch.empty(dist.get_world_size(self.group) * 2, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(flat, numbers.to(device), group=self.group)
+        all_gather(flat, numbers.to(device), self.group)
         found = flat.view(-1, 2)
         for column, what in enumerate(("Shapes of inputs", "Numbers in them")):
             others = [k for k, own in enumerate(found[:, column].tolist()) if own != found[0, column].item()]

@@ -47,6 +47,9 @@ def schedule_text(schedule: ScheduledStep) -> str:
         lines.append(
             f"  memory policy: {schedule.policy}{' (chosen)' if schedule.is_chosen('policy') else ''}"
         )
+    devices = 1 if schedule.options.mesh is None else schedule.options.mesh.size()
+    if devices > 1:
+        lines.append(f"  rows of each sequence on {devices} devices; figures are those of one with all rows")
     lines += _loss(schedule)
     if schedule.check is not None:
         for line in schedule.check.lines():

@@ -44,6 +44,18 @@ def is_alone() -> bool:
     return _alone.get()
 
 
+def all_gather(into: Tensor, value: Tensor, group: Any) -> None:
+    """PyTorch's all-gather of tensors of the same shape and dtype, along dim 0."""
+    own = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
+    own(into, value, group=group)
+
+
+def reduce_scatter(into: Tensor, value: Tensor, group: Any) -> None:
+    """PyTorch's reduce-scatter of tensors of the same shape and dtype, along dim 0; a sum."""
+    own = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before 2.13
+    own(into, value, group=group)
+
+
 @dataclass(frozen=True)
 class OwnRows:
     """Which rows of a sequence are whose.
@@ -122,7 +134,7 @@ class OwnRows:
         sent = own.new_zeros((most, *own.shape[1:]))
         sent[: len(own)] = own
         got = own.new_empty((self.devices * most, *own.shape[1:]))
-        dist.all_gather_into_tensor(as_numbers(got), as_numbers(sent), group=self.group)
+        all_gather(as_numbers(got), as_numbers(sent), self.group)
         got = got.unflatten(0, (self.devices, most))
         for k in range(self.devices):
             place = 0
@@ -138,7 +150,7 @@ class OwnRows:
             if count:
                 sent[k, :count] = torch.cat([full[a:b] for a, b in self.spans(len(full), k)])
         got = full.new_empty(sent.shape[1:])
-        dist.reduce_scatter_tensor(as_numbers(got), as_numbers(sent.flatten(0, 1)), group=self.group)
+        reduce_scatter(as_numbers(got), as_numbers(sent.flatten(0, 1)), self.group)
         return got[: counts[self.rank]]
 
     def write(self, full: Tensor, own: Tensor) -> None:

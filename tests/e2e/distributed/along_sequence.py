@@ -1,4 +1,4 @@
-"""Models whose sequences lie on several devices: what one process runs of a case, and what it is compared to."""
+"""Models whose sequences lie on several devices: what one process runs of a case, and its like on one."""
 
 from __future__ import annotations
 
@@ -311,5 +311,5 @@ def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
 
 ENGINES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "fsdp2": _fsdp2,
-    "ddp": lambda model, mesh: None,
+    "ddp": lambda model, mesh: None,  # it is put over the transformed model
 }
