@@ -175,6 +175,20 @@ class _LastButOne(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
+class _Shown(nn.Module):
+    """A model that returns its last hidden state beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _dense()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.inner.model(input_ids=input_ids).last_hidden_state
+        logits = self.inner.lm_head(hidden)
+        loss = self.inner.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, hidden_states=hidden)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": _dense,
     "tied": _tied,
@@ -185,6 +199,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "hybrid": _hybrid,
     "unchunked": _unchunked,
     "last but one": _LastButOne,
+    "shown": _Shown,
 }
 
 
@@ -204,8 +219,8 @@ def _outside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def _hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The loss and what is made of a hidden state that the model returns."""
-    found = model(**batch, output_hidden_states=True)
-    return found.loss + (found.hidden_states[-1] ** 2).mean()
+    found = model(**batch)
+    return found.loss + (found.hidden_states**2).mean()
 
 
 def _embedded(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

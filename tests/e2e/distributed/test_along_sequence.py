@@ -13,11 +13,14 @@ TOLERANCE = 1e-9
 def _compare(found: Trained, expected: Trained) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
     assert found.gradients.keys() == expected.gradients.keys()
+    largest = max(float(g.abs().max()) for g in expected.gradients.values() if g is not None)
     for name, wanted in expected.gradients.items():
         own = found.gradients[name]
         assert (own is None) == (wanted is None), name
         if own is not None and wanted is not None:
-            near = TOLERANCE * float(wanted.abs().max())
+            near = TOLERANCE * max(
+                float(wanted.abs().max()), 1e-6 * largest
+            )  # some are zero but for rounding
             torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=near)
 
 
@@ -46,7 +49,7 @@ SLOW = [
     Case("unchunked"),
     Case("last but one"),
     Case(objective="outside"),
-    Case(objective="hidden"),
+    Case("shown", "hidden"),
     Case(objective="embedded"),
     Case(options={"save": "attention", "every": 2}),
     Case(options={"offload": "disk"}),
