@@ -22,12 +22,16 @@ class ParameterGroup(abc.ABC):
         of_caller: they are gathered around the call of the whole model, by its own hooks.
         devices: how many store a piece.
         in_backward: `before_backward` gathers them.
+        stays: what is gathered in the forward is there until the backward has run.
+        ahead: the engine gathers the next group while what reads this one still runs.
     """
 
     name: str
     of_caller: bool
     devices: int
     in_backward: bool
+    stays: bool
+    ahead: bool
 
     @abc.abstractmethod
     def parameters(self) -> Sequence[Tensor]:
@@ -85,6 +89,14 @@ class ParameterGroup(abc.ABC):
     @abc.abstractmethod
     def version(self) -> Hashable:
         """Another one when what is stored has been changed."""
+
+    @abc.abstractmethod
+    def gathered_bytes(self) -> int:
+        """Bytes of all pieces of all parameters together, as they are gathered."""
+
+    @abc.abstractmethod
+    def reduced_bytes(self, parameter: Tensor) -> int:
+        """Bytes of the gradient of a parameter, of any dtype, as it is summed over the devices."""
 
     @abc.abstractmethod
     def piece(self, parameter: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..runtime.parameter_groups import ParameterGroup, ShardedParameters
 from ..runtime.segments.owned_buffers import changing_memory
+from .layers import owners
 
 # Of the model that DeepSpeed was given: what is being gathered ahead of time, and what to wait for.
 REGISTRY = "ds_inflight_param_registry"
@@ -30,7 +31,7 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
         return None
     groups: dict[str, list[Any]] = {}
     seen: set[int] = set()
-    for name, module in _owners(model):
+    for name, module in owners(model):
         for parameter in module.parameters():
             if hasattr(parameter, "ds_tensor") and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -41,25 +42,6 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
     on_their_way: Any = next(found, {})
     made = [ZeRO3Group(name, parameters, on_their_way) for name, parameters in groups.items()]
     return ShardedParameters(made, lambda: _without_hooks(model))
-
-
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is gathered together: the layers of a model, then what else has parameters of its own.
-
-    It depends on the modules alone, and so is the same on all devices.
-    """
-    layers = _layers(model)
-    yield from layers
-    yield from ((name or type(model).__name__, m) for name, m in model.named_modules() if m._parameters)
-
-
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        within = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, nn.ModuleList) and not within:
-            found += [(f"{name}.{key}", layer) for key, layer in module.named_children()]
-    return found
 
 
 class ZeRO3Group(ParameterGroup):
@@ -73,6 +55,7 @@ class ZeRO3Group(ParameterGroup):
 
     of_caller = False
     in_backward = True
+    stays = ahead = False
 
     def __init__(self, name: str, parameters: Sequence[Any], on_their_way: Any) -> None:
         self.name, self._on_their_way = name, on_their_way
@@ -151,6 +134,17 @@ class ZeRO3Group(ParameterGroup):
         """See `ParameterGroup`."""
         pieces = [p.ds_tensor for p in self._params]
         return tuple((t._version, t.untyped_storage()._cdata) for t in pieces)
+
+    def gathered_bytes(self) -> int:
+        """See `ParameterGroup`; with the padding of pieces of one length."""
+        return sum(self._padded(p) * p.element_size() for p in self._params)
+
+    def reduced_bytes(self, parameter: Tensor) -> int:
+        """Bytes, see `ParameterGroup`."""
+        return self._padded(parameter) * parameter.element_size()
+
+    def _padded(self, parameter: Any) -> int:
+        return int(parameter.ds_tensor.ds_numel) * self.devices
 
     def piece(self, parameter: Tensor) -> Tensor:
         """See `ParameterGroup`."""
