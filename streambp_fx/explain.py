@@ -15,6 +15,8 @@ from .backend import compile_graph
 from .dynamo.meta_weights import meta_tensors_on
 from .errors import CaptureError
 from .options import Options
+from .planning.engines import engine_for
+from .runtime.executor import Executor
 from .schedule import Schedule
 from .streamed_forward import StreamedForward
 from .transform import transform, untransformed
@@ -25,7 +27,16 @@ class _Explained(Exception):
 
 
 def explain(
-    model: nn.Module, seq_len: int, batch_size: int = 1, chunk: int | str = "auto", **options: Any
+    model: nn.Module,
+    seq_len: int,
+    batch_size: int = 1,
+    chunk: int | str = "auto",
+    *,
+    gpus: int | None = None,
+    shard: str | None = None,
+    wrap: str = "layers",
+    reshard_after_forward: bool = True,
+    **options: Any,
 ) -> Schedule:
     """The schedule of a training step with labels, without running it.
 
@@ -37,13 +48,17 @@ def explain(
         seq_len: tokens of each sequence, at least 2.
         batch_size: sequences in the batch.
         chunk: rows of the sequence in a chunk of a layer, or "auto".
+        gpus, shard, wrap, reshard_after_forward: several devices that share the model, as for `plan`. The
+            schedule shows what they gather and sum, and when.
         options: the other fields of `Options`.
 
     Raises:
         ValueError: a size or an option is not allowed.
         CaptureError: the model's forward cannot be captured as one graph.
         CompileError: a pass failed.
+        PlanError: the devices are not what can be planned.
     """
+    engine = engine_for(gpus, shard, wrap, reshard_after_forward)
     for name, value, least in (("seq_len", seq_len, 2), ("batch_size", batch_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
@@ -55,8 +70,13 @@ def explain(
         model(input_ids=ids, labels=ids.clone())
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
-    found[-1].seq_len = seq_len
-    return found[-1]
+    schedule = found[-1]
+    schedule.seq_len = seq_len
+    if engine is not None:
+        engine.share(schedule.facts, model)
+        if schedule.executor is not None:  # it was made before they share anything
+            schedule.executor = Executor(schedule.facts, schedule.options)
+    return schedule
 
 
 @contextlib.contextmanager

@@ -63,12 +63,10 @@ class StepWalk(ProcedureWalk):
         waiting: list[Moment] = []
         last = 0
         for moment in self._all_moments():
-            gathers = moment.collective is not None and moment.program == CollectiveKind.ALL_GATHER.value
-            if gathers or (moment.collective is not None and waiting):
+            if moment.collective is not None and moment.program == CollectiveKind.ALL_GATHER.value:
                 waiting.append(moment)
                 continue
-            if moment.collective is None:
-                last = moment.segment
+            last = last if moment.collective is not None else moment.segment
             yield from (replace(m, segment=last) for m in waiting)
             waiting = []
             yield replace(moment, segment=last)

@@ -28,6 +28,7 @@ class PartTime:
             and the sums of the one before.
         link_seconds: that this takes.
         waited_seconds: before it, for its own gathers and for what does not run beside anything.
+        hidden: what is on the link beside it takes no longer than it does.
     """
 
     phase: str
@@ -36,11 +37,7 @@ class PartTime:
     sent_bytes: int
     link_seconds: float
     waited_seconds: float
-
-    @property
-    def hidden(self) -> bool:
-        """What is on the link beside it takes no longer than it does."""
-        return self.link_seconds <= self.seconds
+    hidden: bool
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,9 @@ def step_time(moments: Iterable[Moment], rates: Rates) -> StepTime:
 
 
 def _time(part: _Part, seconds: float, waited: float, beside: list[Collective], link: _Link) -> PartTime:
-    sent = sum(c.sent_bytes for c in beside)
-    return PartTime(part.phase, part.segment, seconds, sent, sum(map(link.seconds, beside)), waited)
+    sent, on_link = sum(c.sent_bytes for c in beside), sum(map(link.seconds, beside))
+    hidden = on_link <= seconds
+    return PartTime(part.phase, part.segment, seconds, sent, on_link, waited, hidden)
 
 
 class _Link:
