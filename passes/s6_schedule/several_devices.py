@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -39,12 +39,15 @@ class Buckets:
         closes_before: a gradient with which a bucket would be over its limit goes into the next one.
             Otherwise it is the last one of the bucket.
         ahead: a bucket is summed while the backward goes on.
+        arrival: the order in which gradients come, from those that are handed over together; None: that
+            order.
     """
 
     devices: int
     limits: tuple[int, int]
     closes_before: bool = False
     ahead: bool = True
+    arrival: Callable[[Sequence[Sequence[Node]]], list[Node]] | None = None
 
     def fill(self, sizes: Mapping[Node, int]) -> list[list[Node]]:
         """The gradients of each bucket.

@@ -7,6 +7,7 @@ devices that run other lengths, other chunks or other samples gather and reduce 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -70,9 +71,10 @@ def reduce_gradients(program: StepProgram, parts: StepParts) -> StepProgram:
     sums = [ReduceGradients(group=k, inputs=own[k]) for k in range(last) if own[k]]
     buckets, parameters = program.several.buckets, parts.facts.parameters
     if buckets is not None:
-        order = [v.node for i in program.backward if isinstance(i, HandOver) for v in i.inputs]
-        sizes = {n: bytes_of(n) for n in order if n is not None and n in parameters}
-        filled = enumerate(buckets.fill(sizes))
+        handed = ([v.node for v in i.inputs] for i in program.backward if isinstance(i, HandOver))
+        handed_over = [[n for n in nodes if n is not None and n in parameters] for nodes in handed]
+        order = itertools.chain(*handed_over) if buckets.arrival is None else buckets.arrival(handed_over)
+        filled = enumerate(buckets.fill({n: bytes_of(n) for n in order}))
         sums += [ReduceGradients(bucket=k, inputs=_captured(bucket)) for k, bucket in filled]
     missing = [{v.node for v in one.inputs} for one in sums]
     backward: list[StepInstruction] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from ..errors import PlanError
 from ..passes.graph.facts import Facts, tensors_of
-from ..passes.graph.sources import path
 from ..passes.s6_schedule.several_devices import Buckets, SeveralDevices, SharedGroup
 from ..sharding.layers import layers_of, owners
+from .arrival import arrival
 
 #: What `plan` knows.
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -59,22 +59,25 @@ class Engine:
 
     # ---- what is shared
 
-    def share(self, facts: Facts, model: nn.Module) -> None:
+    def share(self, facts: Facts, model: nn.Module, nodes: Mapping[int, Node]) -> None:
         """Note in the facts of a graph how the engine would share the parameters of the model.
 
         It is what a run with this engine notes (`GraphGroups`), so that the step program is the same.
+
+        Args:
+            facts: of the graph.
+            model: whose graph it is.
+            nodes: by `id` of a parameter what it is in the graph.
         """
         if self.name in ("ddp", "zero1", "zero2"):
             facts.several = SeveralDevices(buckets=self._buckets(facts))
             return
         own: dict[str, list[Node]] = {}
         sizes: dict[str, int] = {}
-        nodes = {path(n): n for n in facts.parameters}
-        ids = {id(p): nodes[n] for n, p in model.named_parameters(remove_duplicate=False) if n in nodes}
         for parameter, group in self._grouped(model):
             sizes[group] = sizes.get(group, 0) + self._bytes(parameter)
-            if id(parameter) in ids:
-                own.setdefault(group, []).append(ids[id(parameter)])
+            if id(parameter) in nodes:
+                own.setdefault(group, []).append(nodes[id(parameter)])
         around = [name for name in own if self.name == "fsdp2" and not name]
         taken = [name for name in own if name not in around]
         facts.parameter_groups = tuple(tuple(own[name]) for name in taken)
@@ -113,7 +116,7 @@ class Engine:
 
     def _buckets(self, facts: Facts) -> Buckets:
         if self.name == "ddp":
-            return Buckets(self.devices, self.limits)
+            return Buckets(self.devices, self.limits, arrival=arrival)
         largest = max((tensors_of(n)[0].element_size() for n in facts.parameters), default=1)
         limit = ZERO_BUCKET * largest
         return Buckets(self.devices, (limit, limit), closes_before=True, ahead=False)
