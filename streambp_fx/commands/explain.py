@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     chunks = {"chunk": options.chunk, "loss_chunk": options.loss_chunk}
     given: dict[str, Any] = {k: v for k, v in chunks.items() if v is not None}
     given |= {"save": options.save, "every": options.every, "offload": options.offload}
-    given |= {"gpus": options.gpus, "shard": options.shard, "wrap": options.wrap}
-    given["reshard_after_forward"] = options.reshard_after_forward
+    if options != replace(options, gpus=None, shard=None, wrap="layers", reshard_after_forward=True):
+        given |= {"gpus": options.gpus, "shard": options.shard, "wrap": options.wrap}
+        given["reshard_after_forward"] = options.reshard_after_forward
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StreamBPWarning)  # what it says stands in the schedule
         schedule = explain(model, options.seq_len, options.batch_size, **given)

@@ -277,18 +277,6 @@ def test_on_the_command_line(
     assert all("hidden" in part for part in found["time"]["parts"])
 
 
-def test_a_schedule_shows_them(model: torch.nn.Module) -> None:
-    found = streambp_fx.explain(model, 1000, chunk=256, gpus=8, shard="fsdp2")
-    text = str(found)
-    assert "collectives between 8 devices, in order" in text
-    assert "LlamaForCausalLM: before the forward" in text and "LlamaForCausalLM: after the backward" in text
-    assert "model.layers.0 to 3: forward, before segments 1 to 4" in text
-    assert "model.layers.3 to 0: backward, after segments 4 to 1" in text
-    assert all(len(line) < 110 for line in text.splitlines())
-    assert "sum over the devices the gradients of group" in str(found.program)
-    assert "collectives" not in str(streambp_fx.explain(model, 1000, chunk=256))
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
