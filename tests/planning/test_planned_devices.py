@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +18,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import streambp_fx
 from streambp_fx import PlanError
 from streambp_fx.cli import main
+from streambp_fx.cost import eager_step
 from streambp_fx.cost.held_bytes import GATHERED, Moment
 from streambp_fx.cost.step import StepCost
 from streambp_fx.explain import captured
 from streambp_fx.passes.s6_schedule.collectives import Collective, CollectiveKind
-from streambp_fx.plan import Planner
+from streambp_fx.plan import Planner, model_on_meta
 from streambp_fx.planning.engines import Engine
-from streambp_fx.planning.rates import GPUS, Rates, rates, rates_for
+from streambp_fx.planning.rates import EFFICIENCY, GPUS, Rates, rates, rates_for
 from streambp_fx.planning.timing import step_time
 from streambp_fx.runtime.executor import Executor
 
+ROOT = Path(__file__).parents[2]
 LAYERS = 4
 CONFIG = LlamaConfig(
     vocab_size=900,
@@ -307,3 +313,44 @@ def test_a_dtype_without_a_known_rate() -> None:
         rates("H100", "float64", "pcie")
     assert rates("H100", "float64", 25.0, flops=1e12).bandwidth == pytest.approx(0.8 * 25e9)
     assert rates("L40S", "float32", "pcie").peak_flops == GPUS["L40S"].float32
+
+
+# ---- the page
+
+
+@pytest.mark.slow
+def test_numbers_of_the_page() -> None:
+    """What docs/distributed.md says of Qwen3-8B on 8 GPUs, against what the example prints."""
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    script = ROOT / "examples" / "distributed" / "planning.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (tokens,) = re.findall(r"Longest sequence: ([\d,]+) tokens", done.stdout)
+    (seconds,) = re.findall(r"not measured: ([\d,.]+) s a step", done.stdout)
+    assert f"| this plan | {tokens} tokens on each GPU |" in page
+    assert f"| 80.00 GiB, predicted | {float(seconds):.0f}, predicted |" in page
+    assert "all-gather" in done.stdout and re.search(r"│ peak +│ 80\.00 │", done.stdout)
+    given: dict[str, Any] = {"gpus": 8, "gpu_memory": "80GiB", "shard": "fsdp2", "optimizer": "adamw"}
+    host = streambp_fx.plan("Qwen3-8B", **given, offload="host")
+    assert host.time is not None
+    assert (
+        f"| {host.seq_len:,} tokens on each GPU |" in page
+        and f"| {host.time.seconds:,.0f}, predicted |" in page
+    )
+    assert f"and {host.offloaded_bytes / 2**30:.0f} GiB of host memory" in page
+
+
+@pytest.mark.slow
+def test_the_assumed_share_is_that_of_a_published_step() -> None:
+    """1,048,576 tokens in 380 s on 8 H100, with gradient checkpointing: each layer's forward runs twice."""
+    cost = Planner(model_on_meta("Qwen3-8B")).cost
+    sizes = cost.sizes(1_048_576, 2048)
+    layers = {s.index for s in cost.facts.segments if s.mixings}
+    forward = [m for m in cost.timeline(sizes) if m.phase == "forward" and m.segment in layers]
+    work = eager_step.flops(cost, sizes) + sum(m.flops for m in forward)
+    share = work / 8 / 380 / GPUS["H100"].half
+    assert f"are {share:.2f} of what the data" in " ".join(
+        (ROOT / "docs" / "distributed.md").read_text().split()
+    )
+    assert share == pytest.approx(EFFICIENCY, abs=0.05)
