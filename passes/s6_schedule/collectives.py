@@ -71,7 +71,8 @@ def collective_of(program: StepProgram, instruction: StepInstruction) -> Collect
     if isinstance(instruction, ReduceGradients) and instruction.bucket is not None and buckets is not None:
         size = sum(bytes_of(v.node) for v in instruction.inputs if v.node is not None)
         name = f"bucket {instruction.bucket}"
-        return Collective(CollectiveKind.ALL_REDUCE, name, buckets.devices, size, buckets.ahead)
+        kind = CollectiveKind.REDUCE_SCATTER if buckets.scattered else CollectiveKind.ALL_REDUCE
+        return Collective(kind, name, buckets.devices, size, buckets.ahead)
     if isinstance(instruction, ReduceGradients) and instruction.group is not None and groups:
         group = groups[instruction.group]
         size = sum(group.reduced_bytes[v.node] for v in instruction.inputs if v.node is not None)

@@ -321,7 +321,7 @@ class ReduceGradients(StepInstruction):
 
     Attributes:
         group: the parameters are of this group, and each device has a piece of the sum; None: they are those
-            of a bucket, and each device has all of it.
+            of a bucket, see `Buckets`.
         bucket: its number.
     """
 

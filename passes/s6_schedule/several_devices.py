@@ -18,7 +18,8 @@ class SharedGroup:
         stays: what is gathered in the forward is there until the backward has run.
         ahead: the next group is gathered while what reads this one still runs.
         gathered_bytes: of all pieces together, padding among them.
-        reduced_bytes: of the gradient of each parameter as it is summed over the devices, with its padding.
+        reduced_bytes: of the gradient of each parameter as it is summed over the devices, with its padding;
+            none of a group whose gradients are summed in buckets.
     """
 
     name: str
@@ -31,13 +32,14 @@ class SharedGroup:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Gradients of parameters that each device has in full, summed together in the order in which they come.
+    """Gradients that are summed together in the order in which they come, whatever is gathered together.
 
     Attributes:
-        devices: how many have the parameters.
+        devices: how many sum.
         limits: bytes at which the first bucket is full, and each later one.
         closes_before: a gradient with which a bucket would be over its limit goes into the next one.
             Otherwise it is the last one of the bucket.
+        scattered: each device has a part of the sum; otherwise all of it.
         ahead: a bucket is summed while the backward goes on.
         arrival: the order in which gradients come, from those that are handed over together; None: that
             order.
@@ -46,6 +48,7 @@ class Buckets:
     devices: int
     limits: tuple[int, int]
     closes_before: bool = False
+    scattered: bool = False
     ahead: bool = True
     arrival: Callable[[Sequence[Sequence[Node]]], list[Node]] | None = None
 

@@ -68,6 +68,8 @@ def reduce_gradients(program: StepProgram, parts: StepParts) -> StepProgram:
     gradients = {v.node for v in program.gradients}
     own = [tuple(v for v in group if v.node in gradients) for group in program.groups]
     last = len(parts.facts.parameter_groups)
+    if program.several.groups:  # of the others the gradients are in buckets
+        own = [o if g.reduced_bytes else () for o, g in zip(own, program.several.groups, strict=True)]
     sums = [ReduceGradients(group=k, inputs=own[k]) for k in range(last) if own[k]]
     buckets, parameters = program.several.buckets, parts.facts.parameters
     if buckets is not None:

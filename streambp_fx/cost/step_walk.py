@@ -55,7 +55,8 @@ class StepWalk(ProcedureWalk):
         self.whole = set(cost.executor.parts.whole.outputs)
         self.leaves = {v.node for v in program.gradients}  # values of the caller's that have a gradient
         self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
-        self.in_groups = {v.node for group in program.groups for v in group}
+        sums = (i for i in flat(program.backward) if isinstance(i, ReduceGradients) and i.group is not None)
+        self.in_groups = {v.node for i in sums for v in i.inputs}  # whose gradients a group sums
         self.gathers = _followed(program)
 
     def moments(self) -> Iterator[Moment]:

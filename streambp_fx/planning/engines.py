@@ -14,6 +14,7 @@ from ..errors import PlanError
 from ..passes.graph.facts import Facts, tensors_of
 from ..passes.s6_schedule.several_devices import Buckets, SeveralDevices, SharedGroup
 from ..sharding.layers import layers_of, owners
+from ..sharding.zero3 import BUCKET
 from .arrival import arrival
 
 #: What `plan` knows.
@@ -21,8 +22,6 @@ ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 WRAPS = ("layers", "model")
 # Of DistributedDataParallel: `torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`, and `bucket_cap_mb`, in bytes.
 DDP_LIMITS = (2**20, 25 * 2**20)
-# Of DeepSpeed: `reduce_bucket_size`, in numbers.
-ZERO_BUCKET = 500_000_000
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Engine:
         if self.name in ("ddp", "zero1", "zero2"):
             facts.several = SeveralDevices(buckets=self._buckets(facts))
             return
+        in_buckets = self._buckets(facts) if self.name == "zero3" else None
         own: dict[str, list[Node]] = {}
         sizes: dict[str, int] = {}
         for parameter, group in self._grouped(model):
@@ -83,7 +83,8 @@ class Engine:
         facts.parameter_groups = tuple(tuple(own[name]) for name in taken)
         shared = (self._shared(name, own[name], sizes[name], name in around) for name in (*taken, *around))
         named = (replace(group, name=group.name or type(model).__name__) for group in shared)
-        facts.several = SeveralDevices(tuple(named), tuple(tuple(own[name]) for name in around))
+        of_caller = tuple(tuple(own[name]) for name in around)
+        facts.several = SeveralDevices(tuple(named), of_caller, in_buckets)
 
     def _grouped(self, model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         """Each parameter once, with the name of the module with whose parameters it is gathered."""
@@ -104,7 +105,7 @@ class Engine:
             stays=around or not self.reshard,
             ahead=self.name == "fsdp2",
             gathered_bytes=gathered,
-            reduced_bytes={n: self._bytes(tensors_of(n)[0]) for n in nodes},
+            reduced_bytes={n: self._bytes(tensors_of(n)[0]) for n in nodes if self.name == "fsdp2"},
         )
 
     def _bytes(self, parameter: Tensor) -> int:
@@ -118,8 +119,8 @@ class Engine:
         if self.name == "ddp":
             return Buckets(self.devices, self.limits, arrival=arrival)
         largest = max((tensors_of(n)[0].element_size() for n in facts.parameters), default=1)
-        limit = ZERO_BUCKET * largest
-        return Buckets(self.devices, (limit, limit), closes_before=True, ahead=False)
+        limit, third = BUCKET * largest, self.name == "zero3"  # which has `overlap_comm` by default
+        return Buckets(self.devices, (limit, limit), closes_before=True, scattered=third, ahead=third)
 
     # ---- what each device holds all the time, in bytes
 
@@ -131,15 +132,15 @@ class Engine:
     def gradients(self, model: nn.Module) -> int:
         """Bytes of the gradients on each device when the backward has run.
 
-        DDP holds its buckets beside them (`gradient_as_bucket_view=False`, the default), ZeRO-1 and -2 one
-        bucket, which they make in its full size.
+        DDP holds its buckets beside them (`gradient_as_bucket_view=False`, the default), DeepSpeed one
+        bucket, which it makes in its full size.
         """
         trained = _trained(model)
         own = sum(self._held(p, self.name in ("zero2", "zero3", "fsdp2")) for p in trained)
         if self.name == "ddp":
             return 2 * own
-        bucket = ZERO_BUCKET * max((p.element_size() for p in trained), default=0)
-        return own + (bucket if self.name in ("zero1", "zero2") else 0)
+        bucket = BUCKET * max((p.element_size() for p in trained), default=0)
+        return own + (bucket if self.name != "fsdp2" else 0)
 
     def optimizer(self, model: nn.Module, states: int) -> int:
         """Bytes of the optimizer's states on each device.

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..passes.s6_schedule.several_devices import Buckets
+
 
 class NotSupported(Exception):
     """A setting of an engine that a streamed step cannot keep; says which."""
@@ -96,7 +98,9 @@ class ParameterGroup(abc.ABC):
 
     @abc.abstractmethod
     def reduced_bytes(self, parameter: Tensor) -> int:
-        """Bytes of the gradient of a parameter, of any dtype, as it is summed over the devices."""
+        """Bytes of the gradient of a parameter, of any dtype, as it is summed over the devices; 0 if that is
+        not done for the group.
+        """
 
     @abc.abstractmethod
     def piece(self, parameter: Tensor) -> Tensor:
@@ -109,14 +113,16 @@ class ShardedParameters:
     Args:
         groups: of the model.
         around: what else of the model is to be otherwise while it has full-size parameters.
+        buckets: in which gradients are summed that no group sums.
     """
 
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        buckets: Buckets | None = None,
     ) -> None:
-        self.groups, self._around = tuple(groups), around
+        self.groups, self._around, self.buckets = tuple(groups), around, buckets
         self._resting = False
 
     @contextlib.contextmanager

@@ -81,11 +81,12 @@ class GraphGroups:
                 stays=self.read[k].stays,
                 ahead=self.read[k].ahead,
                 gathered_bytes=self.read[k].gathered_bytes(),
-                reduced_bytes={given[place]: self._reduced[place] for place in self._all[k]},
+                reduced_bytes={given[p]: self._reduced[p] for p in self._all[k] if self._reduced[p]},
             )
             for k in numbers
         )
-        return SeveralDevices(groups, tuple(tuple(given[place] for place in self._all[k]) for k in around))
+        of_caller = (tuple(given[place] for place in self._all[k]) for k in around)
+        return SeveralDevices(groups, tuple(of_caller), self._sharded.buckets)
 
     def in_step(self, forward_only: Collection[int]) -> StepGroups | None:
         """For one step whose backward does without some groups; None if what runs is no step."""

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..passes.s6_schedule.several_devices import Buckets
 from ..runtime.parameter_groups import ParameterGroup, ShardedParameters
 from ..runtime.segments.owned_buffers import changing_memory
 from .layers import owners
 
 # Of the model that DeepSpeed was given: what is being gathered ahead of time, and what to wait for.
 REGISTRY = "ds_inflight_param_registry"
+# Numbers in a bucket of gradients, the default of `reduce_bucket_size`.
+BUCKET = 500_000_000
 MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -41,7 +44,13 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
     found = (getattr(m, REGISTRY) for m in model.modules() if hasattr(m, REGISTRY))
     on_their_way: Any = next(found, {})
     made = [ZeRO3Group(name, parameters, on_their_way) for name, parameters in groups.items()]
-    return ShardedParameters(made, lambda: _without_hooks(model))
+    return ShardedParameters(made, lambda: _without_hooks(model), _buckets(made))
+
+
+def _buckets(groups: Sequence[ZeRO3Group]) -> Buckets:
+    """As DeepSpeed fills them; the size of a bucket is known to its optimizer, here it is the default."""
+    limit = BUCKET * max(p.element_size() for group in groups for p in group.parameters())
+    return Buckets(groups[0].devices, (limit, limit), closes_before=True, scattered=True)
 
 
 class ZeRO3Group(ParameterGroup):
@@ -140,8 +149,8 @@ class ZeRO3Group(ParameterGroup):
         return sum(self._padded(p) * p.element_size() for p in self._params)
 
     def reduced_bytes(self, parameter: Tensor) -> int:
-        """Bytes, see `ParameterGroup`."""
-        return self._padded(parameter) * parameter.element_size()
+        """0 bytes: gradients are summed in buckets."""
+        return 0
 
     def _padded(self, parameter: Any) -> int:
         return int(parameter.ds_tensor.ds_numel) * self.devices
