@@ -26,6 +26,9 @@ PLANNED = {
     "root": Engine("fsdp2", 2, wrap="model"),
     "kept": Engine("fsdp2", 2, reshard=False),
     "ddp": Engine("ddp", 2, limits=(20_971, 20_971)),
+    "zero1": Engine("zero1", 2),
+    "zero2": Engine("zero2", 2),
+    "zero3": Engine("zero3", 2),
 }
 KINDS = {
     "gather": CollectiveKind.ALL_GATHER,
@@ -36,18 +39,19 @@ Called = list[tuple[str, int]]
 
 
 @functools.cache
-def _explained(model: str) -> tuple[nn.Module, streambp_fx.Schedule, dict[int, Node]]:
+def _explained(model: str, dtype: torch.dtype) -> tuple[nn.Module, streambp_fx.Schedule, dict[int, Node]]:
     with torch.device("meta"):
-        made = MODELS[model]().to(torch.float64)
+        made = MODELS[model]().to(dtype)
     return made, *captured(made, 33, 2, {"chunk": 8})
 
 
-def planned(model: str, engine: str) -> Called:
+def planned(model: str, engine: str, dtype: torch.dtype = torch.float64) -> Called:
     """Kind and bytes of each collective of a step, of a model without weights; nothing is run."""
-    made, schedule, nodes = _explained(model)
+    made, schedule, nodes = _explained(model, dtype)
     facts = dataclasses.replace(schedule.facts)
     PLANNED[engine].share(facts, made, nodes)
-    return _of(StepCost(facts, schedule.options).step_program)
+    after = PLANNED[engine].after_step(made)
+    return _of(StepCost(facts, schedule.options).step_program) + [("gather", after)] * (after > 0)
 
 
 def _of(program: StepProgram) -> Called:

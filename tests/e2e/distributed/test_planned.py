@@ -6,7 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from distributed_planned import planned, run
+from distributed_planned_zero import run_zero
 from in_processes import in_processes
 
 # The model, the engine, and whether it is streamed: with FSDP2 the collectives are those of the unstreamed
@@ -47,3 +49,12 @@ def test_seldom(first: int, tmp_path: Path) -> None:
     if any(model == "lora" for model, _, _ in SELDOM[first : first + 3]):
         pytest.importorskip("peft")
     check(SELDOM[first : first + 3], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero(stage: int, tmp_path: Path) -> None:
+    """Buckets are larger than the model; at the end the weights that the optimizer has changed are gathered."""
+    pytest.importorskip("deepspeed")
+    for found in in_processes(tmp_path, 2, run_zero, stage):
+        assert found == planned("dense", f"zero{stage}", torch.float32)
