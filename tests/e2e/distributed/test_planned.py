@@ -54,7 +54,7 @@ def test_seldom(first: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(stage: int, tmp_path: Path) -> None:
-    """Buckets are larger than the model; at the end the weights that the optimizer has changed are gathered."""
+    """Buckets are larger than the model; at the end the weights that were changed are gathered."""
     pytest.importorskip("deepspeed")
     for found in in_processes(tmp_path, 2, run_zero, stage):
         assert found == planned("dense", f"zero{stage}", torch.float32)
