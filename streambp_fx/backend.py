@@ -297,6 +297,7 @@ class CompiledGraph:
             if self.stored is not None:
                 facts.parameter_groups = self.stored.nodes(facts)
                 facts.forward_only_groups = self.stored.forward_only
+                facts.several = self.stored.several(facts)
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""

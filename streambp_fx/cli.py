@@ -166,6 +166,21 @@ def _add_step_without_weights(
     command.add_argument(
         "--offload", default="none", choices=CHOICES["offload"], help="where it lies meanwhile"
     )
+    several = command.add_argument_group("several devices, each with a batch of its own")
+    several.add_argument("--gpus", type=at_least(1), metavar="N", help="how many share the model")
+    several.add_argument("--shard", metavar="ENGINE", help="how: ddp, zero1, zero2, zero3 or fsdp2")
+    several.add_argument(
+        "--wrap",
+        default="layers",
+        metavar="WHAT",
+        help="what fully_shard is called on beside the model: layers, or model for nothing else",
+    )
+    several.add_argument(
+        "--no-reshard",
+        dest="reshard_after_forward",
+        action="store_false",
+        help="fsdp2 keeps layers gathered between forward and backward",
+    )
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
@@ -176,7 +191,9 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "without running it. With --memory: whether it fits, and the longest sequence that does.",
     )
     _add_step_without_weights(plan, model_required=False)
-    plan.add_argument("--memory", metavar="SIZE", help="of the device, for example 80GiB")
+    plan.add_argument(
+        "--memory", "--gpu-memory", metavar="SIZE", help="of the device, or of each, for example 80GiB"
+    )
     plan.add_argument("--lora-rank", type=at_least(1), metavar="N", help="train LoRA adapters of this rank")
     plan.add_argument(
         "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
@@ -194,6 +211,19 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "those of a plan",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object")
+    time = plan.add_argument_group("time of a step, predicted from these rates")
+    time.add_argument("--gpu", metavar="NAME", help="A100, A800, H100, H200 or L40S (with --gpus: H100)")
+    time.add_argument(
+        "--flops", type=float, metavar="RATE", help="operations a second, instead of those of the data sheet"
+    )
+    time.add_argument(
+        "--efficiency", type=float, metavar="SHARE", help="of that rate that is assumed (default: 0.5)"
+    )
+    time.add_argument(
+        "--interconnect",
+        metavar="LINK",
+        help="nvlink, pcie, ib400, or GB/s in one direction (default: NVLink where the device has it)",
+    )
     plan.set_defaults(handler=_plan)
 
 
@@ -207,18 +237,20 @@ def _plan(args: argparse.Namespace) -> int:
     weights = {"dtype": args.dtype, "optimizer": args.optimizer}
     stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
     if args.published:
-        given = [n for n in ("model", "seq_len", "memory", "lora_rank") if getattr(args, n) is not None]
+        names = ("model", "seq_len", "memory", "lora_rank", "gpus", "shard", "gpu", "flops")
+        given = [n for n in names if getattr(args, n) is not None]
         if given:
             raise PlanError(
-                f"--published brings its models, memory and adapters: leave out {', '.join(given)}"
+                f"--published brings its models, memory, device and adapters: leave out {', '.join(given)}"
             )
         print_published(args.json, **sizes, **weights, **stored)
         return 0
     if args.model is None:
         raise PlanError("which MODEL? Give a name or a path, or --published")
-    found = plan(
-        args.model, args.seq_len, args.memory, lora_rank=args.lora_rank, **sizes, **weights, **stored
-    )
+    names = ("gpus", "shard", "wrap", "reshard_after_forward", "interconnect", "gpu", "flops", "efficiency")
+    devices = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    shared = {**sizes, **weights, **stored, **devices}
+    found = plan(args.model, args.seq_len, args.memory, lora_rank=args.lora_rank, **shared)
     print_plan(found, args.json)
     return 0
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from .backend import compile_graph
 from .dynamo.meta_weights import meta_tensors_on
 from .errors import CaptureError
 from .options import Options
+from .planning.engines import engine_for
+from .runtime.executor import Executor
 from .schedule import Schedule
 from .streamed_forward import StreamedForward
 from .transform import transform, untransformed
+
+# A schedule, and by `id` of a parameter what it is in the graph.
+Captured = tuple[Schedule, dict[int, Node]]
 
 
 class _Explained(Exception):
@@ -25,7 +30,16 @@ class _Explained(Exception):
 
 
 def explain(
-    model: nn.Module, seq_len: int, batch_size: int = 1, chunk: int | str = "auto", **options: Any
+    model: nn.Module,
+    seq_len: int,
+    batch_size: int = 1,
+    chunk: int | str = "auto",
+    *,
+    gpus: int | None = None,
+    shard: str | None = None,
+    wrap: str = "layers",
+    reshard_after_forward: bool = True,
+    **options: Any,
 ) -> Schedule:
     """The schedule of a training step with labels, without running it.
 
@@ -37,7 +51,31 @@ def explain(
         seq_len: tokens of each sequence, at least 2.
         batch_size: sequences in the batch.
         chunk: rows of the sequence in a chunk of a layer, or "auto".
+        gpus, shard, wrap, reshard_after_forward: several devices that share the model, as for `plan`. The
+            schedule shows what they gather and sum, and when.
         options: the other fields of `Options`.
+
+    Raises:
+        ValueError: a size or an option is not allowed.
+        CaptureError: the model's forward cannot be captured as one graph.
+        CompileError: a pass failed.
+        PlanError: the devices are not what can be planned.
+    """
+    engine = engine_for(gpus, shard, wrap, reshard_after_forward)
+    schedule, nodes = captured(model, seq_len, batch_size, {"chunk": chunk, **options})
+    if engine is not None:
+        engine.share(schedule.facts, model, nodes)
+        if schedule.executor is not None:  # it was made before they share anything
+            schedule.executor = Executor(schedule.facts, schedule.options)
+    return schedule
+
+
+def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[str, Any]) -> Captured:
+    """The schedule of a step that is not run, and by `id` of a parameter what it is in the graph.
+
+    Args:
+        model, seq_len, batch_size: see `explain`.
+        options: the fields of `Options`.
 
     Raises:
         ValueError: a size or an option is not allowed.
@@ -47,20 +85,21 @@ def explain(
     for name, value, least in (("seq_len", seq_len, 2), ("batch_size", batch_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
-    parsed = Options.parse({"chunk": chunk, **options})
+    parsed = Options.parse(dict(options))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
-    found: list[Schedule] = []
+    found: list[Captured] = []
     with _prepared(model, parsed, found), contextlib.suppress(_Explained):
         model(input_ids=ids, labels=ids.clone())
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
-    found[-1].seq_len = seq_len
-    return found[-1]
+    schedule, nodes = found[-1]
+    schedule.seq_len = seq_len
+    return schedule, nodes
 
 
 @contextlib.contextmanager
-def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
+def _prepared(model: nn.Module, options: Options, found: list[Captured]) -> Any:
     """The model in training mode, with a forward that only explains itself; put back afterwards."""
     modes = {m: m.training for m in model.modules()}
     model.train()
@@ -78,12 +117,18 @@ def _prepared(model: nn.Module, options: Options, found: list[Schedule]) -> Any:
 
 
 def _explain_graph(
-    found: list[Schedule], owner: StreamedForward, module: GraphModule, example_inputs: Sequence[Any]
+    found: list[Captured],
+    owner: StreamedForward,
+    module: GraphModule,
+    example_inputs: Sequence[Any],
 ) -> Any:
     placeless = any(t.is_meta for t in (*owner.model.parameters(), *owner.model.buffers()))
-    compile_graph(
-        module, example_inputs, owner.options, found.append, owner.sequence_dims, placeless=placeless
-    )
+
+    def tell(schedule: Schedule) -> None:
+        given = (n for n in schedule.facts.nodes if n.op == "placeholder")
+        found.append((schedule, {id(v): n for v, n in zip(example_inputs, given, strict=True)}))
+
+    compile_graph(module, example_inputs, owner.options, tell, owner.sequence_dims, placeless=placeless)
 
     def leave(*inputs: Any) -> Any:
         raise _Explained

@@ -6,26 +6,28 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import sympy
-import torch
 from torch import nn
 
 from .cost import eager_step
-from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
+from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import StepCost
 from .errors import PlanError
-from .explain import explain
+from .explain import captured
+from .models.by_name import known_models as known_models
+from .models.by_name import model_on_meta
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
+from .planning.engines import Engine, engine_for
+from .planning.rates import EFFICIENCY, Rates, rates_for
+from .planning.several import DevicesPlan, TimePlan, devices_plan, time_plan
 from .units import parse_bytes
 
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
 OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 LONGEST = 2**31
 # A sequence for the capture; what is found holds for all lengths.
 SAMPLE_TOKENS = 4096
@@ -57,6 +59,8 @@ class Plan:
             with gradient checkpointing; None without a budget.
         peak_expression: activation bytes as an expression in T, chunk and loss_chunk.
         flops_expression: floating-point operations of one step, likewise.
+        devices: what several devices share and send; None: there is one. All of the above is of one of them.
+        time: of the step, a prediction; None: no device was given.
     """
 
     model: str
@@ -83,66 +87,12 @@ class Plan:
     checkpointing_seq_len: int | None
     peak_expression: str = field(repr=False)
     flops_expression: str = field(repr=False)
+    devices: DevicesPlan | None = field(default=None, repr=False)
+    time: TimePlan | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
         return asdict(self)
-
-
-def known_models() -> list[str]:
-    """Names of the models whose configs come with the package."""
-    folder = resources.files(__package__) / "configs"
-    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
-
-
-def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
-    """A causal language model without weights: everything but the values of its tensors.
-
-    Args:
-        source: a name of `known_models` (an organisation before a slash is ignored), a directory with
-            config.json, or a config file.
-        dtype: of the weights, one of `DTYPES`.
-        lora_rank: freeze the weights and put LoRA adapters of this rank on all linear layers (needs peft).
-
-    Raises:
-        PlanError: no such model, or not a causal language model, or peft is missing.
-    """
-    from .models.loading import ModelSourceError, model_from_config
-
-    if dtype not in DTYPES:
-        raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
-    try:
-        with torch.device("meta"):
-            model = model_from_config(_config_file(str(source)), getattr(torch, dtype))
-    except ModelSourceError as error:
-        raise PlanError(str(error)) from error
-    return model if lora_rank is None else _with_adapters(model, lora_rank)
-
-
-def _config_file(source: str) -> Path:
-    path = Path(source).expanduser()
-    if path.exists():
-        return path / "config.json" if path.is_dir() else path
-    name = source.rsplit("/", 1)[-1].lower()
-    for known in known_models():
-        if known.lower() == name:
-            return Path(str(resources.files(__package__) / "configs" / f"{known}.json"))
-    raise PlanError(
-        f"model {source!r}: no such file or directory, and none of the models that are known by name "
-        f"({', '.join(known_models())})"
-    )
-
-
-def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise PlanError("LoRA needs the package peft: pip install peft") from error
-    if rank < 1:
-        raise PlanError(f"the rank of LoRA adapters must be at least 1, not {rank}")
-    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.device("meta"):
-        return get_peft_model(model, config).train()  # type: ignore[arg-type]
 
 
 class Planner:
@@ -153,6 +103,8 @@ class Planner:
         batch_size: sequences in the batch.
         loss_chunk: rows in a chunk of the loss head.
         stored: the memory policy.
+        engine: that shares the model between several devices; None: there is one.
+        rates: of the devices, for the time of a step; None: it is not asked for.
     """
 
     def __init__(
@@ -161,16 +113,23 @@ class Planner:
         batch_size: int = 1,
         loss_chunk: int | None = None,
         stored: Policy | None = None,
+        engine: Engine | None = None,
+        rates: Rates | None = None,
     ) -> None:
-        self.batch_size = batch_size
+        self.batch_size, self.engine, self.rates, self.model = batch_size, engine, rates, model
         self.loss_chunk = Options(loss_chunk=loss_chunk or "auto").loss_rows(batch_size)
         options: dict[str, Any] = {"chunk": SAMPLE_TOKENS // 4, "loss_chunk": self.loss_chunk}
-        schedule = explain(model, SAMPLE_TOKENS, batch_size, **options)
+        schedule, nodes = captured(model, SAMPLE_TOKENS, batch_size, options)
+        if engine is not None:
+            engine.share(schedule.facts, model, nodes)
         self.cost = StepCost(schedule.facts, schedule.options)
         self.use(stored or Policy())
         parameters = list({id(p): p for p in model.parameters()}.values())
-        self.weights = sum(p.numel() * p.element_size() for p in (*parameters, *model.buffers()))
-        self.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        if engine is not None:
+            self.weights, self.gradients = engine.weights(model), engine.gradients(model)
+        else:
+            self.weights = sum(p.numel() * p.element_size() for p in (*parameters, *model.buffers()))
+            self.gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         self.dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
 
     def use(self, stored: Policy) -> Planner:
@@ -226,6 +185,19 @@ class Planner:
         lengths = {c: self.longest(budget, c) for c in sizes}
         return next(c for c in sizes if lengths[c] >= 0.98 * max(lengths.values()))
 
+    def optimizer_bytes(self, states: int) -> int:
+        """Bytes of an optimizer that has so many states for each trained weight."""
+        return states * self.gradients if self.engine is None else self.engine.optimizer(self.model, states)
+
+    def _devices(self, moments: list[Moment]) -> DevicesPlan | None:
+        return None if self.engine is None else devices_plan(self.engine, self.model, moments)
+
+    def _time(self, moments: list[Moment], tokens: int, devices: DevicesPlan | None) -> TimePlan | None:
+        if self.rates is None:
+            return None
+        after = 0 if devices is None else devices.after_step_bytes
+        return time_plan(moments, self.rates, tokens * self.batch_size, self.engine, after)
+
     def plan(
         self,
         name: str,
@@ -240,7 +212,7 @@ class Planner:
             PlanError: a size, a unit or the optimizer is not allowed, or not even one chunk fits.
         """
         _check(seq_len, memory, optimizer)
-        states = OPTIMIZERS[optimizer] * self.gradients
+        states = self.optimizer_bytes(OPTIMIZERS[optimizer])
         resident = self.weights + self.gradients + states
         budget = None if memory is None else parse_bytes(memory) - resident
         rows = chunk or self.choose_chunk(budget, seq_len)
@@ -255,6 +227,8 @@ class Planner:
         peak = max(moments, key=lambda m: m.total)
         flops = sum(m.flops for m in moments)
         slope = self.activation_peak(2 * tokens, rows) - self.activation_peak(tokens, rows)
+        devices = self._devices(moments)
+        others = None if budget is None else budget - (0 if devices is None else devices.gathered_peak_bytes)
         return Plan(
             model=name,
             fits=budget is None or peak.total <= budget,
@@ -276,10 +250,12 @@ class Planner:
             flops=flops,
             recompute_factor=round(flops / eager_step.flops(self.cost, sizes), 4),
             tokens_per_gib=int(2**30 * tokens / slope) if slope > 0 else 0,
-            eager_seq_len=None if budget is None else self.longest_unstreamed(budget, False),
-            checkpointing_seq_len=None if budget is None else self.longest_unstreamed(budget, True),
+            eager_seq_len=None if others is None else self.longest_unstreamed(others, False),
+            checkpointing_seq_len=None if others is None else self.longest_unstreamed(others, True),
             peak_expression=str(self.expression),
             flops_expression=str(self.cost.flops_expression(self.batch_size)),
+            devices=devices,
+            time=self._time(moments, tokens, devices),
         )
 
     def _too_small(self, memory: int, resident: int, rows: int) -> str:
@@ -311,8 +287,20 @@ def plan(
     every: int = 1,
     offload: str = "none",
     policy: str = "given",
+    gpus: int | None = None,
+    gpu_memory: str | int | None = None,
+    shard: str | None = None,
+    wrap: str = "layers",
+    reshard_after_forward: bool = True,
+    interconnect: str | float | None = None,
+    gpu: str | None = None,
+    flops: float | None = None,
+    efficiency: float = EFFICIENCY,
 ) -> Plan:
     """What a streamed training step needs, and whether it fits; nothing is run, no weight is allocated.
+
+    With several devices each of them has a batch of its own: what is said of memory, of the batch and of the
+    sequence is said of one device.
 
     Args:
         model: a causal language model (its weights may be on meta), or a source for `model_on_meta`.
@@ -326,6 +314,16 @@ def plan(
         optimizer: one of `OPTIMIZERS`, whose states stay on the device.
         save, every, offload, policy: the memory policy, see `Options`. With "auto" and a length: the policy
             with the least work that fits; with "auto" and no length: the one with the longest sequence.
+        gpus: how many devices share the model; None: there is one.
+        gpu_memory: another name of `memory`.
+        shard: how they share it: "ddp", "zero1", "zero2", "zero3" or "fsdp2".
+        wrap: what `fully_shard` is called on beside the model: "layers", or "model" for nothing else.
+        reshard_after_forward: of the layers, as in `fully_shard`.
+        interconnect: what connects the devices: "nvlink", "pcie", "ib400", or GB/s in one direction. By
+            default NVLink where the device has it, and else PCIe.
+        gpu: a name in `planning.rates.GPUS`, for the time of a step; by default "H100" with several devices.
+        flops: floating-point operations a second, instead of those of the data sheet.
+        efficiency: the share of that rate that is assumed.
 
     Raises:
         PlanError: the model is unknown, a size is not allowed, or not even one chunk fits.
@@ -339,20 +337,29 @@ def plan(
         least = 2 if name == "seq_len" else 1
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise PlanError(f"{name} must be an int of at least {least}, not {value!r}")
-    _check(seq_len, memory, optimizer)  # before the work
     try:
         options = Options(save=save, every=every, offload=offload, policy=policy)
     except ValueError as error:
         raise PlanError(str(error)) from error
+    if memory is not None and gpu_memory is not None:
+        raise PlanError("memory and gpu_memory are the same: give one of them")
+    memory = gpu_memory if memory is None else memory
+    _check(seq_len, memory, optimizer)  # before the work
     if policy == "auto" and memory is None:
         raise PlanError('policy="auto" chooses for an amount of memory: give one')
+    engine = engine_for(gpus, shard, wrap, reshard_after_forward)
     named = not isinstance(model, nn.Module)
-    built = model_on_meta(model, dtype, lora_rank) if named else model  # type: ignore[arg-type]
+    built = model if isinstance(model, nn.Module) else model_on_meta(model, dtype, lora_rank)
     title = Path(str(model)).name if named else type(model).__name__
-    planner = Planner(built, batch_size, loss_chunk, options.stored)  # type: ignore[arg-type]
+    rates = rates_for(engine is not None, gpu, interconnect, flops, efficiency, _dtype_of(built))
+    planner = Planner(built, batch_size, loss_chunk, options.stored, engine, rates)
     if policy == "given":
         return planner.plan(title, seq_len, memory, chunk, optimizer)
     return _best(planner, options.stored, (title, seq_len, memory, chunk, optimizer))
+
+
+def _dtype_of(model: nn.Module) -> str:
+    return str(next((p.dtype for p in model.parameters()), "float32")).removeprefix("torch.")
 
 
 def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from .errors import CaptureError, UnknownPassError
-from .explain import _Explained, _prepared
+from .explain import Captured, _Explained, _prepared
 from .options import Options
 from .passes.graph.facts import CapturedGraph, Facts
 from .passes.pipeline.log import masks_text, observed, program_text
@@ -104,7 +104,7 @@ def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto",
     """
     parsed = Options.parse({"chunk": chunk, **options})
     records: list[PassRecord] = []
-    found: list[Schedule] = []
+    found: list[Captured] = []
 
     def observe(name: str, result: CapturedGraph | Facts, seconds: float) -> None:
         ops = sum(n.op == "call_function" for n in result.module.graph.nodes)
@@ -118,7 +118,7 @@ def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto",
         model(**batch)
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to trace")
-    schedule = found[-1]
+    schedule, _ = found[-1]
     if schedule.facts.sequence is not None:
         schedule.seq_len = schedule.facts.values[schedule.facts.sequence]
     return Trace((*records, *_below(schedule)), schedule)

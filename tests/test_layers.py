@@ -24,7 +24,7 @@ LAYERS = [
     *("passes.s1_capture", "passes.s2_prove", "passes.s3_cut", "passes.s4_trace", "passes.s5_lower"),
     "passes.s6_schedule",
     *("passes", "options", "runtime.segments", "runtime", "cost", "auto_executor"),
-    "sharding",
+    *("sharding", "planning"),
     *("show", "show.code", "show.page", "schedule"),
     *("probing", "checking", "dynamo", "models.plain_forms", "models.recurrences", "models"),
     *("unstreamed", "backend", "streamed_forward", "transform", "explain", "plan", "trace", "integrations"),

@@ -148,7 +148,8 @@ def output_of(script: Path) -> str:
 
 def scripts() -> list[Path]:
     """The scripts that the pages show with their output."""
-    return [*sorted((ROOT / "examples").glob("*.py")), ROOT / "docs" / "worked_example.py"]
+    others = ROOT / "examples" / "distributed" / "planning.py", ROOT / "docs" / "worked_example.py"
+    return [*sorted((ROOT / "examples").glob("*.py")), *others]
 
 
 def write_outputs(folder: Path, run: bool = True) -> None:

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -14,6 +14,9 @@ from torch.fx import GraphModule, Node
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+if TYPE_CHECKING:
+    from ..s6_schedule.several_devices import SeveralDevices
 
 
 class Kind(enum.Enum):
@@ -235,6 +238,7 @@ class Facts:
     parameter_groups: tuple[tuple[Node, ...], ...] = ()
     # those that are not to be gathered in the backward
     forward_only_groups: frozenset[int] = frozenset()
+    several: SeveralDevices | None = None  # what an engine of several devices does with parameters
 
     def in_numbers(self, size: sympy.Expr) -> float:
         """A size of anything in the call that was captured; a symbol that is not known there counts as 2."""

@@ -24,6 +24,7 @@ from .program import (
     Layers,
     Leave,
     Linearize,
+    ReduceGradients,
     Return,
     RunPart,
     Seed,
@@ -98,7 +99,10 @@ class _State:
         returned, handed_over: what was.
         group_of: by parameter, with whom it is gathered.
         gathered: groups that are there.
-        summed: gradients that were summed over the devices.
+        shares: gradients are those of this device's rows.
+        whole: gradients of which the shares of all devices were summed.
+        stayed: those that were given back in the forward, and are still there.
+        summed: parameters whose gradients have been summed over the devices.
     """
 
     def __init__(self, program: StepProgram, dropped: bool) -> None:
@@ -112,7 +116,9 @@ class _State:
         self.handed_over: set[Value] = set()
         self.group_of = {v: k for k, group in enumerate(program.groups) for v in group}
         self.gathered: set[int] = set()
+        self.whole: set[Value] = set()
         self.shares = any(call.way.several for call in program.calls())
+        self.stayed: set[int] = set()
         self.summed: set[Value] = set()
 
     def read(self, value: Value) -> None:
@@ -151,6 +157,9 @@ class _State:
             raise _Fault(f"{missing[0]} is not handed over")
         if self.gathered - self.program.forward_only:
             raise _Fault(f"group {min(self.gathered)} of parameters is not given back")
+        missing = [v.name for v in self.program.summed if v not in self.summed]
+        if missing and self.program.backward:
+            raise _Fault(f"the gradient of {missing[0]} is not summed over the devices")
         left = self.held - {*self.program.given, *self.program.returned}
         if left and self.dropped:
             raise _Fault(f"{min(v.name for v in left)} is left")
@@ -316,9 +325,9 @@ def _sum_shares(state: _State, instruction: SumShares) -> None:
     for value in instruction.inputs:
         state.read(value)
         state.complete(value)
-        if value in state.summed:
+        if value in state.whole:
             raise _Fault(f"{value.name} is summed twice")
-        state.summed.add(value)
+        state.whole.add(value)
 
 
 def _hand_over(state: _State, instruction: HandOver) -> None:
@@ -332,7 +341,7 @@ def _hand_over(state: _State, instruction: HandOver) -> None:
         group = state.group_of.get(Value(ValueKind.CAPTURED, value.node))
         if group is not None and group not in state.gathered:
             raise _Fault(f"{value.name} comes after its parameter was given back")
-        if state.shares and value not in state.summed:
+        if state.shares and value not in state.whole:
             raise _Fault(f"{value.name} is this device's share, and is not summed")
         state.handed_over.add(value)
         state.let_go(value)
@@ -343,6 +352,8 @@ def _take_parameters(state: _State, instruction: TakeParameters) -> None:
         raise _Fault("it is gathered already")
     if instruction.inputs != state.program.groups[instruction.group]:
         raise _Fault("these are not the parameters of the group")
+    if instruction.there != (instruction.group in state.stayed):
+        raise _Fault("they have not stayed" if instruction.there else "they have stayed, and need no gather")
     state.gathered.add(instruction.group)
 
 
@@ -350,6 +361,17 @@ def _give_back_parameters(state: _State, instruction: GiveBackParameters) -> Non
     if instruction.group not in state.gathered:
         raise _Fault("it is not gathered")
     state.gathered.remove(instruction.group)
+    if instruction.stays:
+        state.stayed.add(instruction.group)
+
+
+def _reduce_gradients(state: _State, instruction: ReduceGradients) -> None:
+    for value in instruction.inputs:
+        if Value(ValueKind.GRADIENT, value.node) not in state.handed_over:
+            raise _Fault(f"the gradient of {value.name} is not handed over yet")
+        if value in state.summed:
+            raise _Fault(f"the gradient of {value.name} is summed twice")
+        state.summed.add(value)
 
 
 CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
@@ -374,4 +396,5 @@ CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     SumShares: _sum_shares,
     TakeParameters: _take_parameters,
     GiveBackParameters: _give_back_parameters,
+    ReduceGradients: _reduce_gradients,
 }

@@ -21,6 +21,7 @@ from torch.fx import Node
 from ..graph.subgraph import Subgraph
 from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind, Procedure
+from .several_devices import SeveralDevices
 
 if TYPE_CHECKING:
     from ..s5_lower.programs import SegmentPrograms
@@ -289,20 +290,43 @@ class TakeParameters(StepInstruction):
     """Parameters of which each device stores a piece are gathered: the inputs.
 
     Attributes:
-        group: those that are gathered together, see `Facts.parameter_groups`.
+        group: those that are gathered together, by number, see `StepProgram.groups`.
+        there: they have stayed since the forward, and nothing is gathered.
+        of_caller: it is done around the call of the whole model, by hooks of the engine.
     """
 
     group: int
+    there: bool = False
+    of_caller: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GiveBackParameters(StepInstruction):
     """Each device has its piece of the inputs again, and nothing more.
 
-    In the backward their gradients, which have been handed over, are summed over the devices.
+    Attributes:
+        group: as in `TakeParameters`.
+        stays: in the forward: the engine keeps them until the backward has run.
+        of_caller: as in `TakeParameters`.
     """
 
     group: int
+    stays: bool = False
+    of_caller: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceGradients(StepInstruction):
+    """The gradients of the inputs, which have been handed over, are summed over the devices, by the engine.
+
+    Attributes:
+        group: the parameters are of this group, and each device has a piece of the sum; None: they are those
+            of a bucket, see `Buckets`.
+        bucket: its number.
+    """
+
+    group: int | None = None
+    bucket: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,8 +367,11 @@ class StepProgram:
         prologue: what is made of whole values, before the segments.
         forward: up to the results.
         backward: from the gradients of the results to those of the parameters; empty without gradients.
-        groups: parameters that are there only between taking them and giving them back.
+        groups: parameters that are there only between taking them and giving them back; last those that are
+            taken around the call of the whole model.
         forward_only: groups that the backward does not take, nor read.
+        summed: parameters whose gradients are summed over several devices.
+        several: what the engine of the devices does.
     """
 
     given: tuple[Value, ...]
@@ -355,6 +382,8 @@ class StepProgram:
     backward: tuple[StepInstruction, ...]
     groups: tuple[tuple[Value, ...], ...] = ()
     forward_only: frozenset[int] = frozenset()
+    summed: tuple[Value, ...] = ()
+    several: SeveralDevices = field(default_factory=SeveralDevices)
     _backward_of: dict[int, Call] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def instructions(self) -> Iterator[StepInstruction]:

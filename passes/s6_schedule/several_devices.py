@@ -1,72 +1,88 @@
-"""several_devices: each device runs its own rows of the sequence, and what others read of them is exchanged.
-
-Hidden states, and their gradients, lie on the device whose rows they are. Within segments the procedures
-exchange states (NOTE [rows on several devices] in `passes.step.build`). Between segments, what is read whole
-is gathered: by segments that run whole, by what the loss is made of, by the caller.
-
-NOTE [shares of a gradient]: the gradient that a device computes is that of its own rows: of a parameter, or
-of anything else that all rows read, it is a share, and the sum over the devices is the gradient. Shares are
-summed once, where a gradient is handed over. What is made of the segments' outputs is computed on all
-devices alike; so a gradient that comes from there is no share but the whole, and counts on one of them.
-"""
+"""What an engine of several devices does with the parameters of a graph, as numbers and names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from ..s3_cut.segment import row_axis
-from .program import (
-    Again,
-    Call,
-    CallLoss,
-    CollectRows,
-    Group,
-    HandOver,
-    Return,
-    RunPart,
-    StepInstruction,
-    StepProgram,
-    SumShares,
-    Value,
-    ValueKind,
-)
-from .step_parts import StepParts
+
+@dataclass(frozen=True)
+class SharedGroup:
+    """Parameters of which each device stores a piece, and which are gathered together.
+
+    Attributes:
+        name: of the module that they belong to.
+        devices: how many store a piece.
+        stays: what is gathered in the forward is there until the backward has run.
+        ahead: the next group is gathered while what reads this one still runs.
+        gathered_bytes: of all pieces together, padding among them.
+        reduced_bytes: of the gradient of each parameter as it is summed over the devices, with its padding;
+            none of a group whose gradients are summed in buckets.
+    """
+
+    name: str
+    devices: int
+    stays: bool
+    ahead: bool
+    gathered_bytes: int
+    reduced_bytes: Mapping[Node, int] = field(default_factory=dict)
 
 
-def share_rows(program: StepProgram, parts: StepParts) -> StepProgram:
-    """The step of one of several devices, each of which has some rows of the sequence."""
-    made = {n for s in parts.facts.segments for n in s.outputs if row_axis(parts.facts, n) is not None}
-    return program.with_parts(_shared(program.forward, made), _shared(program.backward, made))
+@dataclass(frozen=True)
+class Buckets:
+    """Gradients that are summed together in the order in which they come, whatever is gathered together.
+
+    Attributes:
+        devices: how many sum.
+        limits: bytes at which the first bucket is full, and each later one.
+        closes_before: a gradient with which a bucket would be over its limit goes into the next one.
+            Otherwise it is the last one of the bucket.
+        scattered: each device has a part of the sum; otherwise all of it.
+        ahead: a bucket is summed while the backward goes on.
+        arrival: the order in which gradients come, from those that are handed over together; None: that
+            order.
+    """
+
+    devices: int
+    limits: tuple[int, int]
+    closes_before: bool = False
+    scattered: bool = False
+    ahead: bool = True
+    arrival: Callable[[Sequence[Sequence[Node]]], list[Node]] | None = None
+
+    def fill(self, sizes: Mapping[Node, int]) -> list[list[Node]]:
+        """The gradients of each bucket.
+
+        Args:
+            sizes: bytes of each gradient, in the order in which they come.
+        """
+        found: list[list[Node]] = [[]]
+        filled = 0
+        for node, size in sizes.items():
+            limit = self.limits[min(len(found) - 1, 1)]
+            if self.closes_before and found[-1] and filled + size > limit:
+                found.append([])
+                filled = 0
+            found[-1].append(node)
+            filled += size
+            if not self.closes_before and filled >= limit:
+                found.append([])
+                filled = 0
+        return [bucket for bucket in found if bucket]
 
 
-def _shared(body: Iterable[StepInstruction], made: set[Node]) -> Iterator[StepInstruction]:
-    for instruction in body:
-        if isinstance(instruction, Group):
-            inner, again = (tuple(_shared(b, made)) for b in (instruction.body, instruction.again))
-            yield replace(instruction, body=inner, again=again)
-            continue
-        if isinstance(instruction, Again):
-            yield replace(instruction, body=tuple(_shared(instruction.body, made)))
-            continue
-        read = _read_whole(instruction, made)
-        if read:
-            yield CollectRows(inputs=read, partial=getattr(instruction, "segment", None) is not None)
-        if isinstance(instruction, HandOver):
-            yield SumShares(inputs=instruction.inputs)
-        if isinstance(instruction, Call):
-            instruction = replace(instruction, way=replace(instruction.way, several=True))
-        yield instruction
+@dataclass(frozen=True)
+class SeveralDevices:
+    """How several devices share the parameters of a graph; empty where there is one.
 
+    Attributes:
+        groups: what is known of each of `Facts.parameter_groups`, then of each of `of_caller`.
+        of_caller: groups that are gathered around the call of the whole model, by hooks of the engine.
+        buckets: how gradients are summed that are in no group; None: they are not.
+    """
 
-def _read_whole(instruction: StepInstruction, made: set[Node]) -> tuple[Value, ...]:
-    """Values by rows of which an instruction of the forward reads all rows."""
-    if not isinstance(instruction, RunPart | Return | CallLoss):
-        return ()
-    by_rows = (v for v in instruction.inputs if v.kind is ValueKind.CAPTURED and v.node in made)
-    if isinstance(instruction, CallLoss):  # besides the rows of its head
-        own = {v for b, v in instruction.bindings().items()}
-        return tuple(v for v in by_rows if v not in own)
-    return tuple(by_rows)
+    groups: tuple[SharedGroup, ...] = ()
+    of_caller: tuple[tuple[Node, ...], ...] = ()
+    buckets: Buckets | None = None

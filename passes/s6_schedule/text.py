@@ -25,6 +25,7 @@ from .program import (
     Layers,
     Leave,
     Linearize,
+    ReduceGradients,
     Return,
     RunPart,
     Seed,
@@ -143,9 +144,12 @@ def _plain(instruction: StepInstruction, titles: dict[int, str]) -> dict[str, An
         found["partial"] = instruction.partial
     if isinstance(instruction, Call):
         found["procedure"] = titles[id(instruction.procedure)]
-    for name in ("name", "segment", "place", "position", "number", "group"):
+    for name in ("name", "segment", "place", "position", "number", "group", "bucket"):
         if getattr(instruction, name, None) is not None:
             found[name] = getattr(instruction, name)
+    for name in ("there", "stays", "of_caller"):
+        if getattr(instruction, name, False):
+            found[name] = True
     if isinstance(instruction, Group | Again):
         found["body"] = [_plain(i, titles) for i in instruction.body]
     if isinstance(instruction, Layers):
@@ -228,8 +232,25 @@ def _hand_over(instruction: HandOver, naming: Naming) -> str:
     return f"hand over {naming.made(instruction.inputs)}"
 
 
-def _of_group(instruction: TakeParameters | GiveBackParameters, naming: Naming) -> str:
-    return f"of group {instruction.group} ({naming.made(instruction.inputs)})"
+def _take_parameters(instruction: TakeParameters, naming: Naming) -> str:
+    own = f"parameters of group {instruction.group} ({naming.made(instruction.inputs)})"
+    return f"{own} are still there" if instruction.there else f"gather {own}{_by_whom(instruction)}"
+
+
+def _give_back_parameters(instruction: GiveBackParameters, naming: Naming) -> str:
+    own = f"parameters of group {instruction.group} ({naming.made(instruction.inputs)})"
+    return (
+        f"{own} stay until the backward" if instruction.stays else f"give back {own}{_by_whom(instruction)}"
+    )
+
+
+def _by_whom(instruction: TakeParameters | GiveBackParameters) -> str:
+    return ", around the call of the model" if instruction.of_caller else ""
+
+
+def _reduce_gradients(instruction: ReduceGradients, naming: Naming) -> str:
+    whose = f"group {instruction.group}" if instruction.bucket is None else f"bucket {instruction.bucket}"
+    return f"sum over the devices the gradients of {whose} ({naming.made(instruction.inputs)})"
 
 
 LINES: Mapping[type, Callable[[Any, Naming], str]] = {
@@ -252,6 +273,7 @@ LINES: Mapping[type, Callable[[Any, Naming], str]] = {
     HandOver: _hand_over,
     CollectRows: lambda i, naming: f"all-gather rows of {naming.made(i.inputs)}",
     SumShares: lambda i, naming: f"all-reduce {naming.made(i.inputs)}",
-    TakeParameters: lambda i, naming: f"gather parameters {_of_group(i, naming)}",
-    GiveBackParameters: lambda i, naming: f"give back parameters {_of_group(i, naming)}",
+    TakeParameters: _take_parameters,
+    GiveBackParameters: _give_back_parameters,
+    ReduceGradients: _reduce_gradients,
 }

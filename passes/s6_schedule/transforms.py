@@ -13,6 +13,7 @@ from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
+from .own_rows import share_rows
 from .program import (
     DEVICE,
     Again,
@@ -21,19 +22,20 @@ from .program import (
     Differentiate,
     Drop,
     Fetch,
+    GiveBackParameters,
     Group,
     Layers,
     Leave,
     RunPart,
     StepInstruction,
     StepProgram,
+    TakeParameters,
     Value,
     ValueKind,
     unrolled,
 )
 from .repeats import repeats
-from .several_devices import share_rows
-from .sharding import take_parameters
+from .sharding import reduce_gradients, take_parameters
 from .step_parts import StepParts
 from .text import step_text
 
@@ -291,6 +293,10 @@ def _form(instruction: StepInstruction) -> Hashable:
         return (*own, id(instruction.part))
     if isinstance(instruction, Group | Again):
         return (*own, tuple(_form(i) for i in instruction.body))
+    if isinstance(instruction, TakeParameters):
+        return (*own, instruction.there)
+    if isinstance(instruction, GiveBackParameters):
+        return (*own, instruction.stays)
     return own
 
 
@@ -330,6 +336,10 @@ def _by_policy(transform: Transform) -> Callable[[Scheduling, StepSettings], Sch
     return lambda made, settings: replace(made, program=transform(made.program, settings.parts))
 
 
+def _is_shared(parts: StepParts) -> bool:
+    return bool(parts.facts.parameter_groups) or parts.facts.several is not None
+
+
 StepPass = Pass[Scheduling, StepSettings]
 #: The passes over a step, in the order in which they run.
 STEP_PASSES: tuple[StepPass, ...] = (
@@ -367,7 +377,13 @@ STEP_PASSES: tuple[StepPass, ...] = (
         "take_parameters",
         "parameters that several devices store are gathered before they are read, and given back",
         _by_policy(take_parameters),
-        applies=lambda settings: bool(settings.parts.facts.parameter_groups),
+        applies=lambda settings: _is_shared(settings.parts),
+    ),
+    Pass(
+        "reduce_gradients",
+        "gradients are summed over several devices when those of a group or of a bucket are complete",
+        _by_policy(reduce_gradients),
+        applies=lambda settings: _is_shared(settings.parts),
     ),
     Pass(
         "drop_what_nobody_reads",

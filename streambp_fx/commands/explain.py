@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class ExplainOptions:
         chunk, loss_chunk: rows of a chunk; None: the default.
         dtype: of the weights.
         save, every, offload: the memory policy, see `Options`.
+        gpus, shard, wrap, reshard_after_forward: several devices, as for `plan`.
         html, plot: files to write, or None.
         code, dot, instructions: print the program, the graph of segments, the instructions of the step.
     """
@@ -40,6 +41,10 @@ class ExplainOptions:
     save: str = "inputs"
     every: int = 1
     offload: str = "none"
+    gpus: int | None = None
+    shard: str | None = None
+    wrap: str = "layers"
+    reshard_after_forward: bool = True
     html: str | None = None
     plot: str | None = None
     code: bool = False
@@ -51,7 +56,7 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     """Explain a model's step, and show or write what was asked for; without a wish, the schedule as text.
 
     Raises:
-        PlanError: the model is unknown.
+        PlanError: the model is unknown, or the devices are not what can be planned.
         OutputError: a file cannot be written; found out before the work where it can be.
         CaptureError: the model's forward cannot be captured as one graph.
     """
@@ -63,6 +68,9 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     chunks = {"chunk": options.chunk, "loss_chunk": options.loss_chunk}
     given: dict[str, Any] = {k: v for k, v in chunks.items() if v is not None}
     given |= {"save": options.save, "every": options.every, "offload": options.offload}
+    if options != replace(options, gpus=None, shard=None, wrap="layers", reshard_after_forward=True):
+        given |= {"gpus": options.gpus, "shard": options.shard, "wrap": options.wrap}
+        given["reshard_after_forward"] = options.reshard_after_forward
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StreamBPWarning)  # what it says stands in the schedule
         schedule = explain(model, options.seq_len, options.batch_size, **given)

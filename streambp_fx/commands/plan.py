@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..plan import Plan
 from ..units import readable
+from .plan_devices import device_lines, hiding_table, time_lines, traffic_table
 from .published import KINDS, PUBLISHED_MEMORY, predicted, published_for
 
 GIB = 2**30
@@ -25,6 +26,15 @@ def print_plan(plan: Plan, as_json: bool = False, console: Console | None = None
         console.print(line, markup=False, soft_wrap=True)
     if plan.memory_bytes is not None:
         console.print(_lengths(plan))
+    if plan.devices is not None:
+        for line in device_lines(plan.devices):
+            console.print(line, markup=False, soft_wrap=True)
+        console.print(traffic_table(plan.devices))
+    if plan.time is not None:
+        for line in time_lines(plan.time):
+            console.print(line, markup=False, soft_wrap=True)
+        if plan.devices is not None:
+            console.print(hiding_table(plan.time))
 
 
 def _memory(plan: Plan) -> Table:
@@ -68,7 +78,7 @@ def _lengths(plan: Plan) -> Table:
     table = Table(title="longest sequence, tokens")
     table.add_column("")
     table.add_column("predicted", justify="right")
-    published = published_for(plan.model)
+    published = published_for(plan.model) if plan.devices is None else None  # they are for one device
     if published is not None:
         table.add_column(f"published, {PUBLISHED_MEMORY}", justify="right")
     for position, (name, tokens) in enumerate(zip(KINDS, predicted(plan), strict=True)):

@@ -8,16 +8,20 @@ from typing import Any
 
 import sympy
 
+from ..passes.s6_schedule.collectives import Collective
 from ..passes.s6_schedule.program import CHUNK as CHUNK
 from ..passes.s6_schedule.program import LOSS_CHUNK as LOSS_CHUNK
 
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
 KEPT = "attention outputs"
-GATHERED = "gathered parameters"
+GATHERED, SUMMED = "gathered parameters", "gradients being summed"
 HIDDEN, DATA, OUTPUTS = "hidden-state gradients", "positions and masks", "outputs"
 #: What memory is held for, in the order of pictures and tables.
-CAUSES = (STORED, KEPT, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS, GATHERED)
+CAUSES = (
+    *(STORED, KEPT, DATA, HIDDEN, STATE, STATE_GRADIENTS, PARAMETERS, BODIES, LOSS, OUTPUTS),
+    *(GATHERED, SUMMED),
+)
 
 TOKENS, BATCH, ROWS, PREFIX, LOW, TOTAL = (
     sympy.Symbol(n, integer=True, positive=True) for n in ("T", "B", "rows", "prefix", "low", "total")
@@ -32,9 +36,11 @@ class Moment:
         phase: "forward" or "backward".
         segment: index of the segment that runs.
         chunk: which of its chunks, from 0, or None between chunks.
-        program: kind of the program that runs ("forward", "states", "joint", "loss", "whole"), or None.
+        program: kind of the program that runs ("forward", "states", "joint", "loss", "whole"), or None; of a
+            collective, its kind.
         bytes: what is held, by cause, in bytes: the largest while the program runs.
         flops: floating-point operations of the program.
+        collective: what several devices do together at this point, beside the segment.
     """
 
     phase: str
@@ -43,6 +49,7 @@ class Moment:
     program: str | None
     bytes: Mapping[str, Any]
     flops: Any = 0
+    collective: Collective | None = None
 
     @property
     def total(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..passes.graph.facts import shape_of, tensors_of
+from ..passes.s6_schedule.collectives import Collective, CollectiveKind, collective_of
 from ..passes.s6_schedule.program import (
     Add,
     Again,
@@ -23,6 +24,7 @@ from ..passes.s6_schedule.program import (
     Layers,
     Leave,
     Linearize,
+    ReduceGradients,
     RunPart,
     StepInstruction,
     StepProgram,
@@ -30,8 +32,9 @@ from ..passes.s6_schedule.program import (
     Value,
     ValueKind,
     Zeros,
+    flat,
 )
-from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, Moment, Sizes
+from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, SUMMED, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts
 
@@ -52,9 +55,25 @@ class StepWalk(ProcedureWalk):
         self.whole = set(cost.executor.parts.whole.outputs)
         self.leaves = {v.node for v in program.gradients}  # values of the caller's that have a gradient
         self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
+        sums = (i for i in flat(program.backward) if isinstance(i, ReduceGradients) and i.group is not None)
+        self.in_groups = {v.node for i in sums for v in i.inputs}  # whose gradients a group sums
+        self.gathers = _followed(program)
 
     def moments(self) -> Iterator[Moment]:
-        """The step, moment by moment."""
+        """The step, moment by moment. A gather is beside the segment after it, a sum beside the last one."""
+        waiting: list[Moment] = []
+        last = 0
+        for moment in self._all_moments():
+            if moment.collective is not None and moment.program == CollectiveKind.ALL_GATHER.value:
+                waiting.append(moment)
+                continue
+            last = last if moment.collective is not None else moment.segment
+            yield from (replace(m, segment=last) for m in waiting)
+            waiting = []
+            yield replace(moment, segment=last)
+        yield from (replace(m, segment=last) for m in waiting)
+
+    def _all_moments(self) -> Iterator[Moment]:
         yield from self._follow((*self.program.prologue, *self.program.forward))
         self.phase = "backward"
         yield from self._follow(self.program.backward)
@@ -184,15 +203,48 @@ class StepWalk(ProcedureWalk):
                 self.ledger.held[value] = self.elsewhere.pop(value)
         yield from ()
 
+    # ---- several devices
+
     def _take_parameters(self, instruction: TakeParameters) -> Iterator[Moment]:
-        """They are there in full size, beside the piece of this device."""
+        """They are there in full size, beside the piece of this device, and the next ones on their way."""
         size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
         self.ledger.hold(("group", instruction.group), GATHERED, size)
-        yield from ()
+        collective = collective_of(self.program, instruction)
+        if collective is not None:
+            yield self._together(collective)
+            self.ledger.drop("on its way")
+            following = self.gathers[(self.phase, instruction.group)] if collective.ahead else None
+            if following is not None:
+                self.ledger.hold("on its way", GATHERED, following)
 
     def _give_back_parameters(self, instruction: GiveBackParameters) -> Iterator[Moment]:
-        self.ledger.drop(("group", instruction.group))
+        if not instruction.stays:
+            self.ledger.drop(("group", instruction.group))
         yield from ()
+
+    def _hand_over(self, instruction: HandOver) -> Iterator[Moment]:
+        """Gradients that are the caller's count as gradients; those of a group are there in full until they
+        are summed."""
+        yield from self._let_go(instruction)
+        for value in instruction.inputs:
+            if value.node in self.in_groups:
+                size = self.cost.bytes_of(_node(value), self.sizes)
+                self.ledger.hold(("in full", value.node), PARAMETERS, size)
+
+    def _reduce_gradients(self, instruction: ReduceGradients) -> Iterator[Moment]:
+        """They are copied into one piece of memory, which is there until the next sum."""
+        collective = collective_of(self.program, instruction)
+        if instruction.group is not None and collective is not None:
+            self.ledger.hold("being summed", SUMMED, collective.bytes)
+        if collective is not None:
+            yield self._together(collective)
+            if not collective.ahead:
+                self.ledger.drop("being summed")
+        self.ledger.drop(*(("in full", v.node) for v in instruction.inputs))
+
+    def _together(self, collective: Collective) -> Moment:
+        held = self.ledger.bytes()
+        return Moment(self.phase, 0, None, collective.kind.value, held, collective=collective)
 
     def _hold_whole(self, value: Value) -> None:
         """Whole values may share memory."""
@@ -205,6 +257,20 @@ class StepWalk(ProcedureWalk):
         self.alive[storage].discard(_node(value))
         if not self.alive[storage]:
             self.ledger.drop(("whole", storage))
+
+
+def _followed(program: StepProgram) -> dict[tuple[str, int], int | None]:
+    """By phase and group the bytes of the next group that is gathered in the phase; None after the last."""
+    parts = {"forward": (*program.prologue, *program.forward), "backward": program.backward}
+    found: dict[tuple[str, int], int | None] = {}
+    for phase, body in parts.items():
+        following = None
+        for instruction in reversed(list(flat(body))):
+            collective = collective_of(program, instruction)
+            if collective is not None and isinstance(instruction, TakeParameters):
+                found[(phase, instruction.group)] = following
+                following = collective.bytes
+    return found
 
 
 def _node(value: Value) -> Node:
@@ -228,9 +294,10 @@ COUNT: Mapping[type, Callable[[StepWalk, Any], Iterator[Moment]]] = {
     Leave: StepWalk._leave,
     Fetch: StepWalk._fetch,
     Drop: StepWalk._let_go,
-    HandOver: StepWalk._let_go,
+    HandOver: StepWalk._hand_over,
     Zeros: StepWalk._zeros,
     Add: StepWalk._add,
     TakeParameters: StepWalk._take_parameters,
     GiveBackParameters: StepWalk._give_back_parameters,
+    ReduceGradients: StepWalk._reduce_gradients,
 }

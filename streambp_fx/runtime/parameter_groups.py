@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..passes.s6_schedule.several_devices import Buckets
+
 
 class NotSupported(Exception):
     """A setting of an engine that a streamed step cannot keep; says which."""
@@ -22,12 +24,16 @@ class ParameterGroup(abc.ABC):
         of_caller: they are gathered around the call of the whole model, by its own hooks.
         devices: how many store a piece.
         in_backward: `before_backward` gathers them.
+        stays: what is gathered in the forward is there until the backward has run.
+        ahead: the engine gathers the next group while what reads this one still runs.
     """
 
     name: str
     of_caller: bool
     devices: int
     in_backward: bool
+    stays: bool
+    ahead: bool
 
     @abc.abstractmethod
     def parameters(self) -> Sequence[Tensor]:
@@ -87,6 +93,16 @@ class ParameterGroup(abc.ABC):
         """Another one when what is stored has been changed."""
 
     @abc.abstractmethod
+    def gathered_bytes(self) -> int:
+        """Bytes of all pieces of all parameters together, as they are gathered."""
+
+    @abc.abstractmethod
+    def reduced_bytes(self, parameter: Tensor) -> int:
+        """Bytes of the gradient of a parameter, of any dtype, as it is summed over the devices; 0 if that is
+        not done for the group.
+        """
+
+    @abc.abstractmethod
     def piece(self, parameter: Tensor) -> Tensor:
         """What this device stores of a parameter: some of its numbers or none, of any shape and dtype."""
 
@@ -97,14 +113,16 @@ class ShardedParameters:
     Args:
         groups: of the model.
         around: what else of the model is to be otherwise while it has full-size parameters.
+        buckets: in which gradients are summed that no group sums.
     """
 
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        buckets: Buckets | None = None,
     ) -> None:
-        self.groups, self._around = tuple(groups), around
+        self.groups, self._around, self.buckets = tuple(groups), around, buckets
         self._resting = False
 
     @contextlib.contextmanager

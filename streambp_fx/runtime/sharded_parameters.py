@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.graph.facts import Facts
+from ..passes.s6_schedule.several_devices import SeveralDevices, SharedGroup
 from .parameter_groups import ParameterGroup, ShardedParameters
 
 CHANGED = (
@@ -54,6 +55,8 @@ class GraphGroups:
         # Groups that nobody gathers in the backward.
         self.forward_only = frozenset(k for k, g in enumerate(self.taken) if not g.in_backward)
         self._all = found
+        # Bytes of the gradients as they are summed, by position of the parameter.
+        self._reduced = {k: self.read[g].reduced_bytes(inputs[k]) for g in found for k in found[g]}
         self._group_of: dict[Node, int] = {}
 
     def devices(self, inputs: Sequence[Any]) -> dict[int, int]:
@@ -65,6 +68,25 @@ class GraphGroups:
         given = [n for n in facts.nodes if n.op == "placeholder"]
         self._group_of = {given[k]: group for group, places in self._all.items() for k in places}
         return tuple(tuple(given[k] for k in places) for places in self.positions)
+
+    def several(self, facts: Facts) -> SeveralDevices:
+        """What the engine does with the groups of a graph."""
+        given = [n for n in facts.nodes if n.op == "placeholder"]
+        around = [k for k, group in self.read.items() if group.of_caller]
+        numbers = [*(k for k, group in self.read.items() if not group.of_caller), *around]
+        groups = tuple(
+            SharedGroup(
+                name=self.read[k].name,
+                devices=self.read[k].devices,
+                stays=self.read[k].stays,
+                ahead=self.read[k].ahead,
+                gathered_bytes=self.read[k].gathered_bytes(),
+                reduced_bytes={given[p]: self._reduced[p] for p in self._all[k] if self._reduced[p]},
+            )
+            for k in numbers
+        )
+        of_caller = (tuple(given[place] for place in self._all[k]) for k in around)
+        return SeveralDevices(groups, tuple(of_caller), self._sharded.buckets)
 
     def in_step(self, forward_only: Collection[int]) -> StepGroups | None:
         """For one step whose backward does without some groups; None if what runs is no step."""

@@ -1,6 +1,6 @@
 """Autograd functions between segments of which each device runs its own rows.
 
-See NOTE [shares of a gradient] in `passes.s6_schedule.several_devices`.
+See NOTE [shares of a gradient] in `passes.s6_schedule.own_rows`.
 """
 
 from __future__ import annotations

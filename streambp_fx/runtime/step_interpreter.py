@@ -274,12 +274,12 @@ def _collect_rows(instruction: CollectRows, frame: StepFrame) -> None:
 
 
 def _take_parameters(instruction: TakeParameters, frame: StepFrame) -> None:
-    if frame.groups is not None:
+    if frame.groups is not None and not instruction.of_caller:
         frame.groups.take(instruction.group)
 
 
 def _give_back_parameters(instruction: GiveBackParameters, frame: StepFrame) -> None:
-    if frame.groups is not None:
+    if frame.groups is not None and not instruction.of_caller:
         frame.groups.give_back(instruction.group)
 
 

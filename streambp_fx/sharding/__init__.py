@@ -2,6 +2,7 @@
 
 fsdp2        `torch.distributed.fsdp.fully_shard`
 zero3        DeepSpeed's ZeRO, stage 3
+layers       which modules of a model are gathered together
 """
 
 from torch import nn

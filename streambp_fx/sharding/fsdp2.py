@@ -47,6 +47,8 @@ class FSDP2Group(ParameterGroup):
         of_caller: the module is the model itself: its hooks are called around its forward.
     """
 
+    ahead = True
+
     def __init__(self, name: str, module: nn.Module, state: Any, of_caller: bool) -> None:
         self.name, self.of_caller = name or type(module).__name__, of_caller
         # compiled graphs hold groups, and must not hold the model
@@ -80,6 +82,11 @@ class FSDP2Group(ParameterGroup):
     def in_backward(self) -> bool:  # type: ignore[override]
         """False for what `set_unshard_in_backward(False)` was called on."""
         return all(g.unshard_in_backward for g in self._groups)
+
+    @property
+    def stays(self) -> bool:  # type: ignore[override]
+        """True with `reshard_after_forward=False`, which is the default of the model itself."""
+        return all(g.post_forward_mesh_info is None for g in self._groups)
 
     # ---- the model
 
@@ -198,6 +205,19 @@ class FSDP2Group(ParameterGroup):
         # an optimizer changes the DTensor, `load_state_dict` may change what lies in it
         pieces = [(p.sharded_param, p.sharded_param._local_tensor) for p in self._params]
         return tuple((t._version, own._version, own.untyped_storage()._cdata) for t, own in pieces)
+
+    def gathered_bytes(self) -> int:
+        """See `ParameterGroup`; with the padding of pieces of one length."""
+        return sum(t.numel() * t.element_size() for p in self._params for t in p.all_gather_outputs)
+
+    def reduced_bytes(self, parameter: Tensor) -> int:
+        """See `ParameterGroup`; in the dtype of the sums, with the padding of pieces of one length."""
+        for group in self._groups:
+            for param in group.fsdp_params:
+                if param._unsharded_param is parameter:
+                    dtype = group._reduce_dtype or parameter.dtype
+                    return sum(t.numel() for t in param.all_gather_outputs) * int(dtype.itemsize)
+        raise ValueError(f"{self.name} does not have this parameter")
 
     def piece(self, parameter: Tensor) -> Tensor:
         """What this device stores of a parameter."""

@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..passes.s6_schedule.several_devices import Buckets
 from ..runtime.parameter_groups import ParameterGroup, ShardedParameters
 from ..runtime.segments.owned_buffers import changing_memory
+from .layers import owners
 
 # Of the model that DeepSpeed was given: what is being gathered ahead of time, and what to wait for.
 REGISTRY = "ds_inflight_param_registry"
+# Numbers in a bucket of gradients, the default of `reduce_bucket_size`.
+BUCKET = 500_000_000
 MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -30,7 +34,7 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
         return None
     groups: dict[str, list[Any]] = {}
     seen: set[int] = set()
-    for name, module in _owners(model):
+    for name, module in owners(model):
         for parameter in module.parameters():
             if hasattr(parameter, "ds_tensor") and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -40,26 +44,13 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
     found = (getattr(m, REGISTRY) for m in model.modules() if hasattr(m, REGISTRY))
     on_their_way: Any = next(found, {})
     made = [ZeRO3Group(name, parameters, on_their_way) for name, parameters in groups.items()]
-    return ShardedParameters(made, lambda: _without_hooks(model))
+    return ShardedParameters(made, lambda: _without_hooks(model), _buckets(made))
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is gathered together: the layers of a model, then what else has parameters of its own.
-
-    It depends on the modules alone, and so is the same on all devices.
-    """
-    layers = _layers(model)
-    yield from layers
-    yield from ((name or type(model).__name__, m) for name, m in model.named_modules() if m._parameters)
-
-
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        within = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, nn.ModuleList) and not within:
-            found += [(f"{name}.{key}", layer) for key, layer in module.named_children()]
-    return found
+def _buckets(groups: Sequence[ZeRO3Group]) -> Buckets:
+    """As DeepSpeed fills them; the size of a bucket is known to its optimizer, here it is the default."""
+    limit = BUCKET * max(p.element_size() for group in groups for p in group.parameters())
+    return Buckets(groups[0].devices, (limit, limit), closes_before=True, scattered=True)
 
 
 class ZeRO3Group(ParameterGroup):
@@ -73,6 +64,7 @@ class ZeRO3Group(ParameterGroup):
 
     of_caller = False
     in_backward = True
+    stays = ahead = False
 
     def __init__(self, name: str, parameters: Sequence[Any], on_their_way: Any) -> None:
         self.name, self._on_their_way = name, on_their_way
@@ -151,6 +143,17 @@ class ZeRO3Group(ParameterGroup):
         """See `ParameterGroup`."""
         pieces = [p.ds_tensor for p in self._params]
         return tuple((t._version, t.untyped_storage()._cdata) for t in pieces)
+
+    def gathered_bytes(self) -> int:
+        """See `ParameterGroup`; with the padding of pieces of one length."""
+        return sum(self._padded(p) * p.element_size() for p in self._params)
+
+    def reduced_bytes(self, parameter: Tensor) -> int:
+        """0 bytes: gradients are summed in buckets."""
+        return 0
+
+    def _padded(self, parameter: Any) -> int:
+        return int(parameter.ds_tensor.ds_numel) * self.devices
 
     def piece(self, parameter: Tensor) -> Tensor:
         """See `ParameterGroup`."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import OutputError
 from ..units import readable
+from .communication import Bar, bars
 from .scheduled_step import ScheduledStep
-from .step_memory import WAYS, StepMemory, thinned
+from .step_memory import WAYS, StepMemory, drawn, thinned
 from .whole_files import check_writable, write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -27,9 +28,17 @@ def plot_memory(schedule: ScheduledStep, path: str | Path, title: str | None = N
     """Draw the memory of a step, see `Schedule.plot_memory`."""
     path, figure_class = check_picture(path), _figure_class()
     memory = StepMemory.of(schedule)
-    figure = figure_class(figsize=(11, 5), layout="constrained")
-    over_time, by_length = figure.subplots(1, 2)
+    figure, found = figure_class(figsize=(11, 5), layout="constrained"), bars(memory)
+    if found:
+        places = figure.add_gridspec(2, 2, height_ratios=[4, 1])
+        over_time, by_length = figure.add_subplot(places[0, 0]), figure.add_subplot(places[:, 1])
+        _draw_communication(figure.add_subplot(places[1, 0], sharex=over_time), found)
+    else:
+        over_time, by_length = figure.subplots(1, 2)
     _draw_step(over_time, memory)
+    if found:
+        over_time.set_xlabel("")
+        over_time.tick_params(labelbottom=False)
     _draw_lengths(by_length, memory)
     lines = dict(zip(WAYS, over_time.get_lines(), strict=False))
     labels = [f"{LABELS[way]}: peak {readable(memory.peak(way))}" for way in lines]
@@ -71,7 +80,9 @@ def _figure_class() -> Any:
 def _draw_step(axes: Any, memory: StepMemory) -> None:
     """One step over time, on a logarithmic scale: the streamed step is often many times below the others."""
     for way in WAYS:
-        starts, moments = memory.starts(way), getattr(memory, way)
+        own: list[Any] = getattr(memory, way)
+        shown = drawn(own)
+        starts, moments = [memory.starts(way)[k] for k in shown], [own[k] for k in shown]
         kept = thinned(starts, [int(m.total) for m in moments], BINS)
         x, y = [starts[k] for k in kept] + [1.0], [float(moments[k].total) for k in kept]
         axes.step(x, [*y, y[-1]], where="post", linewidth=1.6, **STYLES[way])
@@ -85,6 +96,20 @@ def _draw_step(axes: Any, memory: StepMemory) -> None:
     axes.set(title=f"One step of {tokens:,} tokens", xlabel="progress through the step", xlim=(0, 1))
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     _bytes_axis(axes, memory.peak("streamed") / 16, 2.5 * max(memory.peak(w) for w in WAYS))
+
+
+def _draw_communication(axes: Any, found: list[Bar]) -> None:
+    """What several devices gather (up) and sum (down), in its place on the time axis of the step."""
+    for gathers, color in ((True, "#0072B2"), (False, "#D55E00")):
+        own = [bar for bar in found if bar.gathers is gathers]
+        heights = [bar.bytes if gathers else -bar.bytes for bar in own]
+        axes.bar([bar.start for bar in own], heights, width=0.004, align="edge", color=color)
+    top = max(bar.bytes for bar in found)
+    axes.axhline(0, color="0.4", linewidth=0.8)
+    axes.set_ylim(-1.1 * top, 1.1 * top)
+    axes.set_yticks([-top, 0, top], [_tick(top), "0", _tick(top)])
+    axes.set_ylabel("summed | gathered", fontsize=8)
+    axes.set_xlabel("progress through the step")
 
 
 def _draw_lengths(axes: Any, memory: StepMemory) -> None:

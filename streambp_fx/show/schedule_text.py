@@ -14,6 +14,7 @@ from ..passes.s2_prove.independent_samples import batch_size
 from ..passes.s3_cut.policy import Policy, groups
 from ..passes.s6_schedule.repeats import repeats
 from ..units import readable, readable_work
+from .collectives_text import collective_lines
 from .scheduled_segment import READS, ScheduledSegment
 from .scheduled_step import ScheduledStep
 
@@ -51,6 +52,8 @@ def schedule_text(schedule: ScheduledStep) -> str:
     if devices > 1:
         lines.append(f"  rows of each sequence on {devices} devices; figures are those of one with all rows")
     lines += _loss(schedule)
+    if schedule.facts.several is not None and schedule.segments:
+        lines += [f"  {line}" for line in collective_lines(schedule.cost.step_program)]
     if schedule.check is not None:
         for line in schedule.check.lines():
             lines += textwrap.wrap(line, LINE, initial_indent="  ", subsequent_indent="    ")

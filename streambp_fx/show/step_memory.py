@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -128,6 +128,24 @@ class StepMemory:
                 found[index] = start + (end - start) * before / whole
                 before += amount
         return found
+
+
+def drawn(moments: Sequence[Any]) -> list[int]:
+    """Indices of the moments that are drawn: of collectives those that hold more than what runs beside them.
+
+    While a collective begins nothing runs, and a picture with each of these moments would be all valleys.
+    """
+    running = [k for k, m in enumerate(moments) if getattr(m, "collective", None) is None]
+    found, place = [], 0
+    for index, moment in enumerate(moments):
+        if place < len(running) and running[place] == index:
+            found.append(index)
+            place += 1
+            continue
+        beside = [moments[running[k]].total for k in (place - 1, place) if 0 <= k < len(running)]
+        if all(moment.total > total for total in beside):
+            found.append(index)
+    return found
 
 
 def thinned(starts: list[float], totals: list[int], bins: int) -> list[int]:

@@ -1,6 +1,7 @@
 """A schedule as one HTML page that needs nothing else: no network, no other file.
 
 chart         the memory of a step over time, by cause
+lane          the communication of several devices under it
 graph         the graph of segments
 dependencies  which rows of a segment's input each value reads
 programs      the printed programs, function by function
@@ -20,6 +21,7 @@ from ..scheduled_step import ScheduledStep
 from ..step_memory import StepMemory
 from .chart import Chart
 from .graph import graph_svg, groups_of
+from .lane import lane_html
 from .programs import function_html, functions
 from .segments import segments_html, unchunked_html
 
@@ -48,6 +50,7 @@ def page(memory: StepMemory, program: str, title: str | None = None, instruction
         tiles=_tiles(memory),
         sweeps=_sweeps(schedule),
         chart=chart.html(),
+        lane=lane_html(memory),
         legend=chart.legend(),
         last=len(chart.moments) - 1,
         shown=f"{len(chart.moments):,} of {len(memory.streamed):,}",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...cost.held_bytes import CAUSES
 from ...units import readable
-from ..step_memory import StepMemory, thinned
+from ..step_memory import StepMemory, drawn, thinned
 
 # The drawing is stretched to its place on the page; all words beside it are HTML.
 WIDTH, HEIGHT, BINS = 1000, 1000, 360
@@ -52,8 +52,9 @@ class Chart:
         self.unstreamed = {way: memory.peak(way) for way in ("checkpointing", "eager")}
         near = [p for p in self.unstreamed.values() if p <= SAME_SCALE * self.peak]
         self.scale = Scale.up_to(max([self.peak, *near]))
-        starts, totals = memory.starts("streamed"), [int(m.total) for m in memory.streamed]
-        kept = thinned(starts, totals, BINS)
+        shown, starts = drawn(memory.streamed), memory.starts("streamed")
+        totals = [int(memory.streamed[k].total) for k in shown]
+        kept = [shown[k] for k in thinned([starts[k] for k in shown], totals, BINS)]
         self.starts = [starts[k] for k in kept]
         self.moments = [memory.streamed[k] for k in kept]
         self.causes = [c for c in CAUSES if any(m.bytes.get(c) for m in memory.streamed)]

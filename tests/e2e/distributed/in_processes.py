@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections import Counter
@@ -22,6 +23,9 @@ COLLECTIVES = {
     "reduce_scatter_single": "scatter",
     "all_reduce": "reduce",
 }
+
+# Which argument has all that is gathered or summed.
+WHOLE = {"gather": ("output_tensor", "output"), "scatter": ("input", "input_tensor"), "reduce": ("tensor",)}
 
 
 def in_processes(
@@ -70,6 +74,31 @@ def counted() -> Iterator[Counter[str]]:
 
     for name in before:
         setattr(dist, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+@contextmanager
+def called() -> Iterator[list[tuple[str, int]]]:
+    """The collectives that are called within, in order: the kind, and bytes of what is gathered or summed."""
+    found: list[tuple[str, int]] = []
+    before = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(before[name]).bind(*args, **kwargs).arguments
+            kind = COLLECTIVES[name]
+            tensor = next(given[k] for k in WHOLE[kind] if k in given)
+            found.append((kind, tensor.numel() * tensor.element_size()))
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in before:
+        setattr(dist, name, noting(name))
     try:
         yield found
     finally:

@@ -18,9 +18,7 @@ def _compare(found: Trained, expected: Trained) -> None:
         own = found.gradients[name]
         assert (own is None) == (wanted is None), name
         if own is not None and wanted is not None:
-            near = TOLERANCE * max(
-                float(wanted.abs().max()), 1e-6 * largest
-            )  # some are zero but for rounding
+            near = TOLERANCE * max(float(wanted.abs().max()), 1e-6 * largest)
             torch.testing.assert_close(own, wanted, rtol=TOLERANCE, atol=near)
 
 

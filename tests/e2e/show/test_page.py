@@ -113,6 +113,7 @@ def test_it_needs_nothing_else(made: Made) -> None:
     identifiers = [a["id"] for _, a, _ in made.page.elements if "id" in a]
     assert len(identifiers) == len(set(identifiers))
     assert {a[1:] for a in addresses if a.startswith("#")} <= set(identifiers)
+    assert "lane" not in identifiers, "there is one device"
 
 
 def test_what_is_not_ours_is_escaped(made: Made) -> None:

@@ -13,13 +13,17 @@ from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
+from streambp_fx.passes.s6_schedule.collectives import CollectiveKind, collectives
 from streambp_fx.passes.s6_schedule.program import (
     GiveBackParameters,
+    ReduceGradients,
     StepInstruction,
     StepProgram,
     TakeParameters,
     flat,
 )
+from streambp_fx.passes.s6_schedule.several_devices import Buckets, SeveralDevices, SharedGroup
+from streambp_fx.passes.s6_schedule.sharding import bytes_of
 from streambp_fx.passes.s6_schedule.step_parts import Making, StepParts
 from streambp_fx.passes.s6_schedule.text import step_text
 from streambp_fx.passes.s6_schedule.transforms import transformed
@@ -35,6 +39,33 @@ def sharded(policy: Policy | None = None, forward_only: bool = False, **kwargs: 
     own.forward_only_groups = frozenset({0} if forward_only else ())
     making = Making("eager", policy or Policy(), "float32", bool(kwargs.get("logits")))
     return StepParts(own, making, {})
+
+
+def with_engine(stays: bool = False, buckets: bool = False) -> StepParts:
+    """The embedding and the head are gathered around the call of the model; or gradients are in buckets."""
+    plain = sharded(count=3)
+    own = plain.facts
+    groups = own.parameter_groups
+    if buckets:
+        sizes = [bytes_of(n) for group in groups for n in group]
+        limit = max(sizes)
+        own.parameter_groups, own.several = (), SeveralDevices(buckets=Buckets(2, (limit, 2 * limit)))
+    else:
+        around = (*groups[0], *groups[-1])
+        named = {f"layer {k}": group for k, group in enumerate(groups[1:-1])} | {"the rest": around}
+        shared = tuple(
+            SharedGroup(
+                name=name,
+                devices=2,
+                stays=stays or name == "the rest",
+                ahead=True,
+                gathered_bytes=sum(map(bytes_of, nodes)),
+                reduced_bytes={n: bytes_of(n) for n in nodes},
+            )
+            for name, nodes in named.items()
+        )
+        own.parameter_groups, own.several = groups[1:-1], SeveralDevices(shared, (around,))
+    return StepParts(own, Making("eager", Policy(), "float32", False), {})
 
 
 def program(*args: object, **kwargs: object) -> StepProgram:
@@ -74,6 +105,69 @@ def test_the_order_is_that_of_the_graph() -> None:
         kinds = (TakeParameters, GiveBackParameters)
         orders.append([(type(i), i.group) for i in program(policy).instructions() if isinstance(i, kinds)])  # type: ignore[attr-defined]
     assert orders[0] == orders[1] == orders[2]
+
+
+@pytest.mark.parametrize("name", ["around the call", "stay", "buckets"])
+def test_text_with_an_engine(name: str) -> None:
+    own = with_engine(stays=name == "stay", buckets=name == "buckets")
+    found = transformed(schedule(own), own)
+    check_golden(step_text(found, procedures=False), __file__, f"sharded_{name.replace(' ', '_')}")
+
+
+def test_collectives() -> None:
+    """What is gathered and summed, in order, with the segments beside it, and bytes in a ring of two."""
+    counts = {False: (7, 4), True: (4, 4)}
+    for stays, (gathers, sums) in counts.items():
+        own = with_engine(stays)
+        found = collectives(transformed(schedule(own), own))
+        kinds = [p.collective.kind for p in found]
+        assert (kinds.count(CollectiveKind.ALL_GATHER), kinds.count(CollectiveKind.REDUCE_SCATTER)) == (
+            gathers,
+            sums,
+        )
+        assert all(p.collective.sent_bytes == p.collective.bytes // 2 for p in found)
+        assert found[0].collective.of_caller and found[-1].collective.of_caller
+        layers = [(p.phase, p.segment) for p in found if p.collective.name.startswith("layer")]
+        forward, backward = [("forward", k) for k in (1, 2, 3)], [("backward", k) for k in (3, 2, 1)]
+        assert layers == forward + (backward if stays else [p for p in backward for _ in range(2)])
+    own = with_engine(buckets=True)
+    sizes = sum(bytes_of(n) for n in own.facts.parameters)
+    found = collectives(transformed(schedule(own), own))
+    assert len(found) > 2 and sum(p.collective.bytes for p in found) == sizes
+    assert all(p.collective.sent_bytes == p.collective.bytes for p in found), "an all-reduce is sent twice"
+
+
+@pytest.mark.parametrize("what", ["dropped", "doubled", "moved to the beginning"])
+@pytest.mark.parametrize("buckets", [False, True])
+def test_broken_sums_are_rejected(buckets: bool, what: str) -> None:
+    own = with_engine(buckets=buckets)
+    step = transformed(schedule(own), own)
+    body = list(flat(step.backward))
+    place = next(k for k, i in enumerate(body) if isinstance(i, ReduceGradients))
+    one, rest = body[place], body[:place] + body[place + 1 :]
+    broken = {"dropped": rest, "doubled": [*body, one], "moved to the beginning": [one, *rest]}[what]
+    with pytest.raises(UnsoundStep, match=r"over the devices|summed twice|handed over yet"):
+        check_step(step.with_parts(step.forward, broken))
+
+
+def test_what_has_stayed_is_not_gathered_again() -> None:
+    own = with_engine(stays=True)
+    step = transformed(schedule(own), own)
+    body = list(flat(step.backward))
+    place = next(k for k, i in enumerate(body) if isinstance(i, TakeParameters) and not i.of_caller)
+    body[place] = dataclasses.replace(body[place], there=False)  # type: ignore[call-arg]
+    with pytest.raises(UnsoundStep, match="they have stayed"):
+        check_step(step.with_parts(step.forward, body))
+
+
+def test_buckets_close_at_their_limits() -> None:
+    nodes = facts().nodes[:5]
+    sizes = dict(zip(nodes, (3, 4, 2, 9, 1), strict=True))
+    after = Buckets(2, (3, 6)).fill(sizes)
+    before = Buckets(2, (6, 6), closes_before=True).fill(sizes)
+    assert [[sizes[n] for n in own] for own in after] == [[3], [4, 2], [9], [1]]
+    assert [[sizes[n] for n in own] for own in before] == [[3], [4, 2], [9], [1]]
+    assert [[sizes[n] for n in own] for own in Buckets(2, (4, 12)).fill(sizes)] == [[3, 4], [2, 9, 1]]
 
 
 def _edited(step: StepProgram, edit: Callable[[list[StepInstruction]], list[StepInstruction]]) -> StepProgram:

@@ -1,0 +1,126 @@
+"""collectives: which collectives a step program calls, and with how many bytes.
+
+It is read from the program, which has each gather and each sum in its place (`sharding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from .program import (
+    Again,
+    Group,
+    ReduceGradients,
+    StepInstruction,
+    StepProgram,
+    TakeParameters,
+    unrolled,
+)
+from .sharding import bytes_of
+
+
+class CollectiveKind(Enum):
+    """What devices do together."""
+
+    ALL_GATHER = "all-gather"  # each has a piece, and then each has all of it
+    REDUCE_SCATTER = "reduce-scatter"  # each has all numbers, and then a piece of their sum
+    ALL_REDUCE = "all-reduce"  # each has all numbers, and then all of their sum
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call of all devices.
+
+    Attributes:
+        name: of what is gathered or summed: of a module, or the number of a bucket.
+        devices: how many take part.
+        bytes: of the whole, which one device has afterwards (all-gather) or before (the others).
+        ahead: it may run while the step goes on.
+        of_caller: it is called around the call of the whole model.
+    """
+
+    kind: CollectiveKind
+    name: str
+    devices: int
+    bytes: int
+    ahead: bool
+    of_caller: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each device sends, and receives as many, if the devices form a ring.
+
+        Of the whole each device has one of n parts. An all-gather and a reduce-scatter take n - 1 rounds, in
+        each of which it sends one part; an all-reduce is the two of them (P. Patarasuk, X. Yuan, "Bandwidth
+        optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009;
+        the factors are those of NVIDIA's nccl-tests, doc/PERFORMANCE.md).
+        """
+        rounds = 2 if self.kind is CollectiveKind.ALL_REDUCE else 1
+        return rounds * self.bytes * (self.devices - 1) // self.devices
+
+
+def collective_of(program: StepProgram, instruction: StepInstruction) -> Collective | None:
+    """What an instruction of a step has the devices do together; None if nothing."""
+    groups, buckets = program.several.groups, program.several.buckets
+    if isinstance(instruction, TakeParameters) and groups and not instruction.there:
+        group = groups[instruction.group]
+        kind, size = CollectiveKind.ALL_GATHER, group.gathered_bytes
+        return Collective(kind, group.name, group.devices, size, group.ahead, instruction.of_caller)
+    if isinstance(instruction, ReduceGradients) and instruction.bucket is not None and buckets is not None:
+        size = sum(bytes_of(v.node) for v in instruction.inputs if v.node is not None)
+        name = f"bucket {instruction.bucket}"
+        kind = CollectiveKind.REDUCE_SCATTER if buckets.scattered else CollectiveKind.ALL_REDUCE
+        return Collective(kind, name, buckets.devices, size, buckets.ahead)
+    if isinstance(instruction, ReduceGradients) and instruction.group is not None and groups:
+        group = groups[instruction.group]
+        size = sum(group.reduced_bytes[v.node] for v in instruction.inputs if v.node is not None)
+        caller = instruction.group >= len(groups) - len(program.several.of_caller)
+        return Collective(CollectiveKind.REDUCE_SCATTER, group.name, group.devices, size, group.ahead, caller)
+    return None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A collective in its place.
+
+    Attributes:
+        phase: "forward" (what comes before it, too) or "backward".
+        segment: index of the segment before which something is gathered, or after which it is summed.
+    """
+
+    phase: str
+    segment: int
+    collective: Collective
+
+
+def collectives(program: StepProgram) -> list[Placed]:
+    """The collectives of a step, in order."""
+    parts = {"forward": (*program.prologue, *program.forward), "backward": program.backward}
+    found: list[Placed] = []
+    waiting: list[Placed] = []  # gathers, for the segment that reads them
+    last = 0
+    for phase, body in parts.items():
+        for segment, instruction in _with_segments(body):
+            collective = collective_of(program, instruction)
+            gathers = isinstance(instruction, TakeParameters)
+            last = last if segment is None else segment
+            if not gathers:  # what reads them; where only their gradients come, those of the last segment
+                found += [replace(placed, segment=last) for placed in waiting]
+                waiting = []
+            if collective is not None:
+                (waiting if gathers else found).append(Placed(phase, last, collective))
+    return found
+
+
+def _with_segments(
+    body: Iterable[StepInstruction], within: int | None = None
+) -> Iterator[tuple[int | None, StepInstruction]]:
+    """Instructions one by one, with the segment that they run; what is run again is its backward's."""
+    for instruction in unrolled(body):
+        segment = getattr(instruction, "segment", None) if within is None else within
+        if isinstance(instruction, Again | Group):
+            yield from _with_segments(instruction.body, segment)
+        else:
+            yield None if isinstance(instruction, TakeParameters) else segment, instruction

@@ -1,0 +1,70 @@
+"""Models without weights: by name, by a config, with adapters."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+
+PACKAGE = __package__.split(".")[0]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def known_models() -> list[str]:
+    """Names of the models whose configs come with the package."""
+    folder = resources.files(PACKAGE) / "configs"
+    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
+
+
+def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
+    """A causal language model without weights: everything but the values of its tensors.
+
+    Args:
+        source: a name of `known_models` (an organisation before a slash is ignored), a directory with
+            config.json, or a config file.
+        dtype: of the weights, one of `DTYPES`.
+        lora_rank: freeze the weights and put LoRA adapters of this rank on all linear layers (needs peft).
+
+    Raises:
+        PlanError: no such model, or not a causal language model, or peft is missing.
+    """
+    from .loading import ModelSourceError, model_from_config
+
+    if dtype not in DTYPES:
+        raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    try:
+        with torch.device("meta"):
+            model = model_from_config(_config_file(str(source)), getattr(torch, dtype))
+    except ModelSourceError as error:
+        raise PlanError(str(error)) from error
+    return model if lora_rank is None else _with_adapters(model, lora_rank)
+
+
+def _config_file(source: str) -> Path:
+    path = Path(source).expanduser()
+    if path.exists():
+        return path / "config.json" if path.is_dir() else path
+    name = source.rsplit("/", 1)[-1].lower()
+    for known in known_models():
+        if known.lower() == name:
+            return Path(str(resources.files(PACKAGE) / "configs" / f"{known}.json"))
+    raise PlanError(
+        f"model {source!r}: no such file or directory, and none of the models that are known by name "
+        f"({', '.join(known_models())})"
+    )
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise PlanError("LoRA needs the package peft: pip install peft") from error
+    if rank < 1:
+        raise PlanError(f"the rank of LoRA adapters must be at least 1, not {rank}")
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return get_peft_model(model, config).train()  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""The collectives of a step as text, in order, read from the step program."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ..passes.s6_schedule.collectives import Collective, CollectiveKind, Placed, collectives
+from ..passes.s6_schedule.program import StepProgram
+from ..passes.s6_schedule.repeats import repeats
+from ..units import readable
+
+
+def collective_lines(program: StepProgram) -> list[str]:
+    """A line for each collective or run of equal ones; none if the step has none.
+
+    Args:
+        program: the step.
+    """
+    found = list(collectives(program))
+    if not found:
+        return []
+    devices, sent = found[0].collective.devices, sum(p.collective.sent_bytes for p in found)
+    lines = [f"collectives between {devices} devices, in order; each sends {readable(sent)} a step:"]
+    for repeat in repeats([_key(p) for p in found]):
+        every = found[repeat.start : repeat.stop]
+        if repeat.period > 1:
+            lines.append(f"  {repeat.times} times these {repeat.period}:")
+        indent = "   " if repeat.period > 1 else "  "
+        for first in range(repeat.period):
+            lines.append(indent + _line(every[first :: repeat.period]))
+    return lines
+
+
+def _key(placed: Placed) -> tuple[str, CollectiveKind, int, bool]:
+    own = placed.collective
+    return placed.phase, own.kind, own.bytes, own.of_caller
+
+
+def _line(run: Sequence[Placed]) -> str:
+    first, last = run[0].collective, run[-1].collective
+    name = first.name if first is last else name_range(first.name, last.name)
+    each = f"{readable(first.bytes)}{'' if len(run) == 1 else ' each'}"
+    return f"{first.kind.value:<15} {each:<14}  {name}: {_where(run, first)}"
+
+
+def _where(run: Sequence[Placed], first: Collective) -> str:
+    gathers = first.kind is CollectiveKind.ALL_GATHER
+    if first.of_caller and gathers == (run[0].phase == "forward"):
+        return "before the forward" if gathers else "after the backward"
+    start, end = run[0].segment, run[-1].segment
+    which = f"segment {start}" if len(run) == 1 else f"segments {start} to {end}"
+    return f"{run[0].phase}, {'before' if gathers else 'after'} {which}"
+
+
+def name_range(first: str, last: str) -> str:
+    """Two names that begin alike, as one: "model.layers.0 to 35"."""
+    pairs = itertools.zip_longest(*(_parts(name) for name in (first, last)))
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    rest = ".".join(_parts(last)[alike:]) if alike else last
+    return f"{first} to {rest}"
+
+
+def _parts(name: str) -> list[str]:
+    return name.replace(" ", ".").split(".")
