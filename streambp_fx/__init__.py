@@ -12,6 +12,8 @@ check_versions()
 from .errors import (  # noqa: E402
     CaptureError,
     CompileError,
+    InputError,
+    OffloadError,
     OutputError,
     PlanError,
     StreamBPError,
@@ -23,8 +25,9 @@ from .explain import explain  # noqa: E402
 from .options import Options  # noqa: E402
 from .plan import Plan, plan  # noqa: E402
 from .schedule import Schedule  # noqa: E402
+from .show.status import Status  # noqa: E402
 from .trace import Trace, diff, trace  # noqa: E402
-from .transform import restore, schedule, transform  # noqa: E402
+from .transform import restore, schedule, status, transform  # noqa: E402
 from .verify import verify  # noqa: E402
 from .verifying.result import Verification  # noqa: E402
 
@@ -32,11 +35,14 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CompileError",
+    "InputError",
+    "OffloadError",
     "Options",
     "OutputError",
     "Plan",
     "PlanError",
     "Schedule",
+    "Status",
     "StreamBPError",
     "StreamBPWarning",
     "Trace",
@@ -48,6 +54,7 @@ __all__ = [
     "plan",
     "restore",
     "schedule",
+    "status",
     "trace",
     "transform",
     "verify",

@@ -51,12 +51,26 @@ def explain(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
     found: list[Schedule] = []
-    with _prepared(model, parsed, found), contextlib.suppress(_Explained):
-        model(input_ids=ids, labels=ids.clone())
+    try:
+        with _prepared(model, parsed, found), contextlib.suppress(_Explained):
+            model(input_ids=ids, labels=ids.clone())
+    except CaptureError as error:
+        most = positions_of(model)
+        if most is None or seq_len <= most:
+            raise
+        raise CaptureError(
+            f"{type(model).__name__} has {most} positions, and cannot be run on {seq_len} tokens"
+        ) from error
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
     found[-1].seq_len = seq_len
     return found[-1]
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens of a sequence the config of a model knows positions for; None if it does not say."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if type(most) is int and most > 1 else None
 
 
 @contextlib.contextmanager
@@ -82,7 +96,13 @@ def _explain_graph(
 ) -> Any:
     placeless = any(t.is_meta for t in (*owner.model.parameters(), *owner.model.buffers()))
     compile_graph(
-        module, example_inputs, owner.options, found.append, owner.sequence_dims, placeless=placeless
+        module,
+        example_inputs,
+        owner.options,
+        found.append,
+        owner.sequence_dims,
+        placeless=placeless,
+        counts=owner.counts,
     )
 
     def leave(*inputs: Any) -> Any:

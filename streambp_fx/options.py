@@ -50,7 +50,7 @@ class Options:
             "attention" (also the output and the log-sum-exp of attention, which then is not computed again).
         every: only every k-th layer keeps its inputs; those between are computed again first.
         offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
-            memory, for models on a GPU) or "disk".
+            memory, for models on a GPU, with PyTorch 2.12 or later) or "disk".
         policy: "given" (by `save`, `every` and `offload`), or "auto": those of them are chosen that fit
             `memory` with the least work; `offload` then is where things may go, and the others are not given.
         accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half

@@ -18,7 +18,7 @@ from .cost import eager_step
 from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS
 from .cost.step import StepCost
 from .errors import PlanError
-from .explain import explain
+from .explain import explain, positions_of
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .units import parse_bytes
@@ -164,8 +164,9 @@ class Planner:
     ) -> None:
         self.batch_size = batch_size
         self.loss_chunk = Options(loss_chunk=loss_chunk or "auto").loss_rows(batch_size)
-        options: dict[str, Any] = {"chunk": SAMPLE_TOKENS // 4, "loss_chunk": self.loss_chunk}
-        schedule = explain(model, SAMPLE_TOKENS, batch_size, **options)
+        sample = min(SAMPLE_TOKENS, positions_of(model) or SAMPLE_TOKENS)
+        options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": self.loss_chunk}
+        schedule = explain(model, sample, batch_size, **options)
         self.cost = StepCost(schedule.facts, schedule.options)
         self.use(stored or Policy())
         parameters = list({id(p): p for p in model.parameters()}.values())

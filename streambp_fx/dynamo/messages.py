@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -37,3 +39,18 @@ def in_plain_words(model: nn.Module, error: BaseException) -> str:
         "Rewrite that line so that it does not depend on the values of tensors and calls nothing outside "
         "PyTorch, or train the model unstreamed: streambp_fx.restore(model)."
     )
+
+
+def why_not_captured() -> str:
+    """Why PyTorch ran a function that it was to compile without handing over a graph of it."""
+    causes = []
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name) == "1":
+            causes.append(f"the environment variable {name}=1")
+    if not causes and torch._dynamo.config.disable:
+        causes.append("torch._dynamo.config.disable = True")
+    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
+    if stance != "default":
+        causes.append(f"torch.compiler.set_stance({stance!r})")
+    by = f" is switched off by {' and '.join(causes)}" if causes else " has skipped the model's forward"
+    return f"torch.compile, which hands over the training step as a graph,{by}"
