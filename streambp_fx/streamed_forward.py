@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
-from .dynamo.messages import LOGGERS, in_plain_words, why_not_captured
+from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
 from .dynamo.this_backend import beside_the_trace, is_traced_for_us
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .forwards.lower import Lower, NotStreamed, lowered, stream
@@ -150,6 +150,9 @@ class StreamedForward(UnstreamedSteps):
         odd = self.odd_inputs(given)
         if odd:
             return self.with_odd_inputs(odd, given, self._streamed)
+        off = switched_off()
+        if off is not None:
+            return self.without_compiler(off, given)
         asked = cannot_be_streamed(given, self.model)
         if asked:
             return self.unstreamed(", ".join(asked), given)
@@ -198,7 +201,7 @@ class StreamedForward(UnstreamedSteps):
         with self._take_over(self.model), self._opened():
             output = self._train_under(modes, given) if modes else self._call(given)
         if self._runs == runs:
-            self.say(f"{why_not_captured()}: such steps run unstreamed")
+            self.say(SKIPPED)
         return output
 
     @contextlib.contextmanager

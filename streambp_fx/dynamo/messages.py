@@ -41,16 +41,23 @@ def in_plain_words(model: nn.Module, error: BaseException) -> str:
     )
 
 
-def why_not_captured() -> str:
-    """Why PyTorch ran a function that it was to compile without handing over a graph of it."""
-    causes = []
-    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
-        if os.environ.get(name) == "1":
-            causes.append(f"the environment variable {name}=1")
-    if not causes and torch._dynamo.config.disable:
-        causes.append("torch._dynamo.config.disable = True")
-    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
-    if stance != "default":
-        causes.append(f"torch.compiler.set_stance({stance!r})")
-    by = f" is switched off by {' and '.join(causes)}" if causes else " has skipped the model's forward"
-    return f"torch.compile, which hands over the training step as a graph,{by}"
+SKIPPED = (
+    "torch.compile, which hands over the training step as a graph, has skipped the model's forward: such "
+    "steps run unstreamed. TORCH_LOGS=dynamo may say why"
+)
+
+
+def switched_off() -> str | None:
+    """Why PyTorch hands over no graphs at all in this process, or for now; None if it does."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        by = "the environment variable TORCHDYNAMO_DISABLE"
+    elif torch._dynamo.config.disable:
+        by = "TORCH_COMPILE_DISABLE or torch._dynamo.config.disable"
+    elif getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "") == "force_eager":
+        by = 'torch.compiler.set_stance("force_eager")'
+    else:
+        return None
+    return (
+        f"torch.compile, which hands over the training step as a graph, is switched off by {by}: such steps "
+        "run unstreamed. Switch it on"
+    )

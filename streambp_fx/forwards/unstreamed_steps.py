@@ -123,6 +123,19 @@ class UnstreamedSteps:
         with self.alone():
             return self.original(*given.positional.values(), **given.keywords)
 
+    def without_compiler(self, why: str, given: Arguments) -> Any:
+        """The step as it is, since nothing can be captured now.
+
+        Raises:
+            CaptureError: nothing is to run.
+        """
+        if self.lower is not stream:
+            raise CaptureError(f"{type(self.model).__name__} cannot be captured: {why}")
+        with explained(given, self.model):
+            output = self.as_it_is(given)
+        self.say(why)
+        return output
+
     def uncaptured(self, error: CaptureError, given: Arguments) -> Any:
         """The step without a graph, and with a warning; an error of the model's own is its own to raise.
 

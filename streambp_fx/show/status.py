@@ -26,6 +26,8 @@ class Status:
         reasons: how many steps were not streamed, by reason.
         streamed_steps, unstreamed_steps: training steps since `transform`. Under `torch.compile` calls of
             compiled graphs that have a gradient; a model whose graph is cut has several of them in a step.
+        part: what alone is streamed, if it is not the whole model: its backbone, under a forward that
+            somebody has put over the model's own.
         schedule: of the graph that was compiled last; None: there is none.
     """
 
@@ -37,12 +39,15 @@ class Status:
     reasons: dict[str, int]
     streamed_steps: int
     unstreamed_steps: int
+    part: str | None
     schedule: Schedule | None
 
     def __str__(self) -> str:
         lines = [self._first()]
         if self.why_not is not None:
             lines.append(f"  why not: {_short(self.why_not)}")
+        if self.part is not None:
+            lines.append(f"  only a part of it: {self.part}")
         lines.append(f"  training steps: {self.streamed_steps} streamed, {self.unstreamed_steps} unstreamed")
         others = {w: n for w, n in self.reasons.items() if w != self.why_not}
         lines += [f"  {count} unstreamed: {_short(why)}" for why, count in others.items()]
