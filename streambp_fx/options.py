@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .passes.s3_cut.policy import Policy
-from .units import parse_bytes
+from .units import CHOICES, parse_bytes
 
 # Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight
 # gradient (vocabulary x hidden size) is not rewritten too often. Products of more are faster, so these are
@@ -20,16 +20,6 @@ AUTO_CHUNK = 2048
 CHUNK_SIZES = (2048, 1024, 512)
 # With several sequences kernels have more to do at once: smaller chunks are tried as well, to this.
 FEWEST_ROWS = 128
-CHOICES = {
-    "logits": ("drop", "lazy", "keep"),
-    "save": ("inputs", "attention"),
-    "offload": ("none", "host", "disk"),
-    "policy": ("given", "auto"),
-    "accumulate": ("float32", "weights"),
-    "body": ("eager", "inductor"),
-    "check": ("first", "never", "always"),
-    "on_error": ("raise", "eager"),
-}
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,9 @@ def _that_do_not_fit(given: Arguments, model: nn.Module, name: str, tokens: Tens
         elif mask.dim() not in (2, 4):
             odd["attention_mask"] = f"{_seen('attention_mask', mask)}; expected {like}, or 4 dims"
     positions = given.get("position_ids")
-    if positions is not None and (positions.dim() == 0 or positions.shape[-1] != length):
-        odd["position_ids"] = (
-            f"{_seen('position_ids', positions)}; expected as many tokens as {name}: {length}"
-        )
+    if isinstance(positions, Tensor) and (positions.dim() == 0 or positions.shape[-1] != length):
+        seen = _seen("position_ids", positions)
+        odd["position_ids"] = f"{seen}; expected as many tokens as {name} has: {length}"
     labels = given.get("labels")
     if labels is not None and _is_causal_lm(type(model).__name__):
         if labels.dtype != torch.int64:
@@ -84,6 +83,19 @@ def _that_do_not_fit(given: Arguments, model: nn.Module, name: str, tokens: Tens
         elif labels.shape != (batch, length):
             odd["labels"] = f"{_seen('labels', labels)}; expected {like}"
     return odd
+
+
+def _more(given: Arguments, model: nn.Module) -> dict[str, str]:
+    """What some models take, and this one may have refused."""
+    embeds, table = given.get("inputs_embeds"), getattr(model, "get_input_embeddings", lambda: None)()
+    if embeds is None:
+        return {}
+    if given.get("input_ids") is not None:
+        return {"inputs_embeds": "both input_ids and inputs_embeds are given; expected one of them"}
+    width = getattr(table, "embedding_dim", embeds.shape[-1])
+    if embeds.shape[-1] == width:
+        return {}
+    return {"inputs_embeds": f"{_seen('inputs_embeds', embeds)}; expected a hidden size of {width}"}
 
 
 def _may_be_other(name: str, value: Any) -> bool:
@@ -114,7 +126,7 @@ def explained(given: Arguments, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        odd = complaints(given, model)
+        odd = complaints(given, model) or _more(given, model)
         seen = [_seen(n, v) for n, v in given.tensors()]
         words = list(odd.values()) or [", ".join(seen) or "no tensors"]
         _add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(words)}")
