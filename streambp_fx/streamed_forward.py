@@ -147,6 +147,8 @@ class StreamedForward(UnstreamedSteps):
         return forward(*args, **kwargs)
 
     def _train(self, given: Arguments) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.in_a_transform(given)
         odd = self.odd_inputs(given)
         if odd:
             return self.with_odd_inputs(odd, given, self._streamed)
@@ -194,7 +196,7 @@ class StreamedForward(UnstreamedSteps):
             given = counted(without_cache(given, self.model, self.__signature__))
         self._declare_sizes(given)
         if self._compiled is None:
-            self.check_weights(given)
+            self.check_first(given)
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
         runs = self._runs

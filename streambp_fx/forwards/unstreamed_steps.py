@@ -35,6 +35,10 @@ IN_EVALUATION = (
     "the model is in evaluation mode, as from_pretrained returns it, and is differentiated all the same: "
     "such steps run unstreamed. Call model.train() to stream them"
 )
+IN_A_TRANSFORM = (
+    "the step is differentiated by torch.func, whose transforms a streamed step cannot be in: such steps run "
+    "unstreamed. Use backward() or torch.autograd.grad"
+)
 PAST_THE_MODELS = (
     "a forward that somebody has put over the model's own ran past all that streambp_fx.transform streams: "
     "this step runs unstreamed. Take it away, or transform the model after it has been put there"
@@ -136,6 +140,13 @@ class UnstreamedSteps:
         self.say(why)
         return output
 
+    def in_a_transform(self, given: Arguments) -> Any:
+        """The step as it is, not checkpointed either, within a transform of `torch.func`."""
+        with self.alone():
+            output = self.original(*given.positional.values(), **given.keywords)
+        self.say(IN_A_TRANSFORM)
+        return output
+
     def uncaptured(self, error: CaptureError, given: Arguments) -> Any:
         """The step without a graph, and with a warning; an error of the model's own is its own to raise.
 
@@ -169,12 +180,18 @@ class UnstreamedSteps:
             except torch.OutOfMemoryError:
                 return
 
-    def check_weights(self, given: Arguments) -> None:
-        """Before the first step: are there weights to run it with?
+    def check_first(self, given: Arguments) -> None:
+        """Before the first step: are there weights to run it with, and the dims that the options name?
 
         Raises:
             InputError: weights are on the meta device, and inputs are not.
+            ValueError: `seq_dim` names a dim that the input does not have.
         """
+        dims = self.options.seq_dim or {}
+        for name, value in given.tensors():
+            if name in dims and not -value.dim() <= dims[name] < value.dim():
+                shape = tuple(value.shape)
+                raise ValueError(f"seq_dim[{name!r}] is {dims[name]}, but the input has the shape {shape}")
         names = [n for n, p in self.model.named_parameters() if p.is_meta]
         if names and self.lower is stream and any(not v.is_meta for _, v in given.tensors()):
             raise InputError(

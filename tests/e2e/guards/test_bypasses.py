@@ -172,6 +172,19 @@ def test_host_memory_of_the_cpu() -> None:
     assert 'offload="host" does nothing for a model on the CPU' in said and 'offload="disk"' in said
 
 
+def test_transforms_of_torch_func() -> None:
+    eager, model = build("llama", num_hidden_layers=1), tiny()
+    want = step(eager, BATCH)[1]
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (), dict(BATCH)).loss
+
+    with pytest.warns(StreamBPWarning, match=r"differentiated by torch\.func"):
+        got = torch.func.grad(loss)(dict(model.named_parameters()))
+    assert all(torch.allclose(got[n], g, rtol=1e-9, atol=1e-12) for n, g in want.items())
+    assert status(model).unstreamed_steps == 1
+
+
 # ---- status
 
 

@@ -212,6 +212,12 @@ def test_options_say_the_same_through_both_doors(options: dict[str, Any]) -> Non
     assert str(second.value) == str(first.value) and second.value.__cause__ is None
 
 
+def test_a_sequence_dim_that_is_not_there() -> None:
+    words = r"seq_dim\['input_ids'\] is 5, but the input has the shape \(2, 24\)"
+    with pytest.raises(ValueError, match=words):
+        streambp_fx.transform(small(), seq_dim={"input_ids": 5})(**batch())
+
+
 def test_options_that_are_no_dictionary() -> None:
     with pytest.raises(ValueError, match=r'options must be a dictionary such as \{"chunk": 2000\}'):
         torch.compile(small(), backend="streambp", options="chunk")(**batch())  # type: ignore[call-overload]
