@@ -1,4 +1,4 @@
-# make demo | test | test-all | golden | mutants | check | format | bench | bench-check | docs | clean
+# make demo | test | test-all | golden | mutants | check | format | bench | bench-check | docs | release-check | clean
 # On a fresh machine each of them first makes .venv and installs what is needed.
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all golden mutants check format bench bench-check docs clean install
+.PHONY: demo test test-all golden mutants check format bench bench-check docs release-check clean install
 
 install: $(STAMP)
 
@@ -77,6 +77,10 @@ docs: $(DOCS_STAMP)
 $(DOCS_STAMP): $(DEMO_STAMP)
 	@$(PIP) install -e ".[docs]"
 	@touch $@
+
+# Would a release work? In environments of its own, in a temporary folder; nothing is uploaded.
+release-check:
+	@$(PYTHON) .ci/release_check.py --torch "$(TORCH)" $(ARGS)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix .

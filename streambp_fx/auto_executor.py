@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .cost.step import StepCost
+from .errors import StreamBPWarning
 from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
@@ -23,10 +25,12 @@ from .runtime.executor import Executor, tokens_of
 from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
 from .runtime.written_inputs import WrittenInputs
+from .units import readable
 
 log = logging.getLogger(__name__)
 # Of what is free: allocators keep some of it in pieces, and others want some, too.
 SHARE = 0.8
+LESS_MEMORY = 'A smaller chunk, policy="auto" or offload="disk" take less'
 # One choice serves lengths up to the next multiple of this: ragged batches do not choose again and again.
 STEP = 1024
 
@@ -140,7 +144,23 @@ class AutoExecutor:
             told = (up_to, policy, rows, found.loss_rows)
             log.info("for sequences of up to %d tokens: %s, chunk of %d rows, loss chunk of %d", *told)
             self.chosen(replace(self.options.storing(policy), chunk=rows), found.loss_rows)
+            self._warn_if_too_small(found, length, others)
         return self.choices[key]
+
+    def _warn_if_too_small(self, found: Choice, tokens: int, others: Mapping[sympy.Symbol, int]) -> None:
+        """A warning if the step takes more than the memory that the user has named."""
+        budget = self.options.memory_bytes
+        if budget is None:
+            return
+        peak = self._peak(found.policy, tokens, others, found.rows, found.loss_rows)
+        if peak > budget:
+            warnings.warn(
+                f"memory={self.options.memory!r} does not fit a step of {tokens} tokens: by the cost model "
+                f"its activations take {readable(peak)} with {found.policy}, chunk {found.rows} and loss "
+                f"chunk {found.loss_rows}. The step runs all the same. {LESS_MEMORY}",
+                StreamBPWarning,
+                stacklevel=2,
+            )
 
     def _pieces(self, inputs: Sequence[Any]) -> dict[int, int]:
         return {} if self.stored is None else self.stored.devices(inputs)

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import logging
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -21,42 +19,47 @@ from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
-from .dynamo.live_objects import Registry
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
-from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame
-from .errors import CompileError, StreamBPWarning
+from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame, unwrapped
+from .errors import CompileError
 from .models.experts import declare_experts
 from .models.recorded_outputs import trace_recorders
 from .models.recurrences import declare_recurrences
 from .options import Options
 from .passes import PassError, analyze
-from .passes.graph.facts import Facts, Segment
+from .passes.graph.facts import Facts
 from .passes.graph.functionalization import NotPureError
-from .passes.graph.sources import source_line, source_name
+from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
-from .passes.rules.asking import op_name
-from .passes.s1_capture.sequence_length import find_lengths, is_called, lengths_read, where_read
-from .passes.s2_prove.axes import is_secondary
+from .passes.s1_capture.sequence_length import find_lengths, where_read
 from .passes.s4_trace.vjp import without_saved_tensors_hooks
 from .runtime.executor import Executor
+from .runtime.live_objects import Registry
 from .runtime.parameter_groups import ShardedParameters
 from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
 from .runtime.sharded_parameters import GraphGroups
+from .runtime.step_counts import GraphCounts, StepCounts, parameters_of, those_of
 from .runtime.step_kinds import StepKind
 from .schedule import Schedule
 from .show.progress import announced
-from .unstreamed import Otherwise, Unstreamed
+from .unstreamed import (
+    CUT_AT_BUCKETS,
+    HOST_IS_HERE,
+    SHARES_MEMORY,
+    Otherwise,
+    Unstreamed,
+    explain_unstreamed,
+    warn,
+    warn_of_unknown_names,
+    warn_unchunked,
+    why_whole,
+)
 
 log = logging.getLogger(__name__)
 Report = Callable[[Schedule], None]
 # NOTE [finding schedules]: what Dynamo compiled belongs to Dynamo. `schedule(model)` finds it again by the
 # model's parameters; nothing is kept alive by this set, and nothing is decided by it.
 _compiled: Registry[CompiledGraph] = Registry()
-CUT_AT_BUCKETS = (
-    "Dynamo has cut the graph where a bucket of DistributedDataParallel is full, and hands over pieces that "
-    "cannot be streamed. Write this before the first step: torch._dynamo.config.optimize_ddp = False. Or use "
-    "streambp_fx.transform(model) in the place of torch.compile, which does so by itself."
-)
 # What compiled graphs run in: a memory meter, which Dynamo would refuse around the call from outside.
 around: ContextVar[Callable[[], contextlib.AbstractContextManager[Any]]] = ContextVar(
     "streambp_around", default=contextlib.nullcontext
@@ -82,13 +85,30 @@ def streambp(
         ValueError: an option is unknown or has a value that is not allowed.
         CompileError: a pass failed, or DDP's buckets have cut the graph.
     """
-    parsed = Options.parse({"logits": "lazy", **(options or {})})
-    if is_cut_at_buckets():
-        raise CompileError(CUT_AT_BUCKETS)
+    try:
+        parsed = _options(options)
+        if is_cut_at_buckets():
+            raise CompileError(CUT_AT_BUCKETS)
+    except (ValueError, CompileError) as error:
+        raise unwrapped(error) from None
     modules = list(modules_of_frame())
     if declare_recurrences(modules) | declare_experts(modules):
         trace_again("recurrences as ops, and experts as products")
-    return compile_graph(module, example_inputs, parsed)
+    try:
+        return compile_graph(module, example_inputs, parsed)
+    except (ValueError, CompileError) as error:
+        raise unwrapped(error) from error.__cause__
+
+
+def _options(given: object) -> Options:
+    """The options of a call of `torch.compile`.
+
+    Raises:
+        ValueError: they are no dictionary, or one of them is unknown or has a value that is not allowed.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f'options must be a dictionary such as {{"chunk": 2000}}, not {given!r}')
+    return Options.parse({"logits": "lazy", **(given or {})})
 
 
 setattr(streambp, MARK, True)
@@ -104,6 +124,7 @@ def compile_graph(
     placeless: bool = False,
     otherwise: Otherwise | None = None,
     sharded: ShardedParameters | None = None,
+    counts: StepCounts | None = None,
 ) -> Callable[..., Any]:
     """A callable that runs the graph: streamed if it can be, as it is if there is nothing to stream.
 
@@ -117,6 +138,7 @@ def compile_graph(
         otherwise: what runs in the place of a graph with a gradient that is not streamed; None: the graph.
         sharded: parameters of which each device stores a piece. A graph cannot run by itself then, so
             `otherwise` has to be given.
+        counts: what its steps are counted in; None: in counts of its own, see `counts_of`.
 
     Raises:
         CompileError: a pass failed, and `options.on_error` is "raise".
@@ -124,7 +146,10 @@ def compile_graph(
     guard_hooks()
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
         instead = otherwise or Otherwise(module)
-        return _compiled_graph(module, example_inputs, options, report, declared, placeless, instead, sharded)
+        counted = counts or GraphCounts(example_inputs)
+        return _compiled_graph(
+            module, example_inputs, options, report, declared, placeless, instead, sharded, counted
+        )
 
 
 def _compiled_graph(
@@ -136,25 +161,26 @@ def _compiled_graph(
     placeless: bool,
     otherwise: Otherwise,
     sharded: ShardedParameters | None,
+    counts: StepCounts,
 ) -> Callable[..., Any]:
     if not _differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module if sharded is None else otherwise.run
     lengths = find_lengths(module, options.seq_dim, likely=declared)
-    _warn_of_unknown_names(module, options.seq_dim)
+    warn_of_unknown_names(module, options.seq_dim)
     if not lengths.sequence:
         declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
     if lengths.sequence:
         specialize_floats(module)
     remove_declarations(module, example_inputs)
     if not lengths.sequence:
-        _explain_unstreamed(module, lengths)
-        return otherwise.run
+        explain_unstreamed(module, lengths)
+        return Unstreamed(otherwise.run, f"the graph runs unstreamed: {lengths.reason}", counts)
     with announced("compiling a graph"):
         compiled = CompiledGraph(
-            module, example_inputs, lengths, options, report, placeless, declared, otherwise, sharded
+            module, example_inputs, lengths, options, report, placeless, declared, otherwise, sharded, counts
         )
-    return compiled if compiled.streamed else otherwise.run
+    return compiled if compiled.streamed else compiled.versions[0]
 
 
 class CompiledGraph:
@@ -175,7 +201,9 @@ class CompiledGraph:
         declared: Mapping[str, int] | None = None,
         otherwise: Otherwise | None = None,
         sharded: ShardedParameters | None = None,
+        counts: StepCounts | None = None,
     ) -> None:
+        self.counts = counts or StepCounts()
         self.stored = None if sharded is None else GraphGroups(sharded, example_inputs)
         self.placeless, self.declared = placeless, declared
         self.otherwise = otherwise or Otherwise(module)
@@ -186,7 +214,7 @@ class CompiledGraph:
         self.schedules: list[Schedule] = []
         self.checks: dict[Executor | AutoExecutor, Record] = {}
         self.lock = threading.RLock()
-        self.parameters = [weakref.ref(v) for v in example_inputs if isinstance(v, torch.nn.Parameter)]
+        self.parameters = parameters_of(example_inputs)
         self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths)]
         _compiled.add(self)
 
@@ -199,23 +227,24 @@ class CompiledGraph:
         with without_saved_tensors_hooks():
             version = self._version(inputs)
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
-            _warn("the step runs unstreamed: an input that is changed in place shares memory with another")
-            return self.otherwise.run(*inputs)
+            return self._instead(f"the step runs unstreamed: {SHARES_MEMORY}")(*inputs)
         hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
         if hook is not None:
-            _warn(f"{hook} {MAY_CHANGE}: this step runs unstreamed")
-            return self.otherwise.run(*inputs)
+            return self._instead(f"{hook} {MAY_CHANGE}: this step runs unstreamed")(*inputs)
         try:
             with around.get()():
                 if isinstance(version, Unstreamed):
                     return version(*inputs)
                 checked = torch.is_grad_enabled() and self.options.check != "never"
                 first = functools.partial(self._check, version, inputs) if checked else None
-                return version(*inputs, first=first)
+                found = version(*inputs, first=first)
         except CompileError as error:
             position = self.versions.index(version)
             self.versions[position] = self._unstreamed(error)
             return self.versions[position](*inputs)
+        if torch.is_grad_enabled():
+            self.counts.note()
+        return found
 
     def _check(self, version: Executor | AutoExecutor, inputs: Sequence[Any], kind: StepKind) -> None:
         """Before the first result of a kind of step in training: is it right on a short sequence?
@@ -275,8 +304,7 @@ class CompiledGraph:
 
     def _compile(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         if not lengths.sequence:
-            _warn(f"the graph runs unstreamed for these sizes: {lengths.reason}")
-            return Unstreamed(self.otherwise.run)
+            return self._instead(f"the graph runs unstreamed for these sizes: {lengths.reason}")
         try:
             return self._streamed(lengths)
         except CompileError as error:
@@ -286,8 +314,12 @@ class CompiledGraph:
         """The graph as it is, with a warning, if that is what the user wants of an internal error."""
         if self.options.on_error == "raise":
             raise error
-        _warn(f"the graph runs unstreamed: {str(error).replace(FALL_BACK, REPORT)}")
-        return Unstreamed(self.otherwise.run)
+        return self._instead(f"the graph runs unstreamed: {str(error).replace(FALL_BACK, REPORT)}")
+
+    def _instead(self, why: str) -> Unstreamed:
+        """What runs in the place of the graph; a warning says why."""
+        warn(why)
+        return Unstreamed(self.otherwise.run, why, self.counts)
 
     def _streamed(self, lengths: Lengths) -> Executor | AutoExecutor | Unstreamed:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
@@ -301,13 +333,13 @@ class CompiledGraph:
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
-                _warn(f"the model runs unstreamed: {error.cause.reason}{line}")
-                return Unstreamed(self.otherwise.run)
+                return self._instead(f"the model runs unstreamed: {error.cause.reason}{line}")
             raise compile_error(error) from error
         long = self.otherwise.is_better(facts)
         if long is not None:
-            _warn(f"the graph runs unstreamed, layer by layer: {_why_whole(long)}")
-            return Unstreamed(self.otherwise.run)
+            return self._instead(f"the graph runs unstreamed, layer by layer: {why_whole(long)}")
+        if self.options.offload == "host" and not self.placeless and _is_on_cpu(examples):
+            warn(HOST_IS_HERE)
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts, schedule)
@@ -320,13 +352,13 @@ class CompiledGraph:
             why = "nothing of it depends on both parameters and the sequence"
             if facts.sequence is None:
                 why = "its sequence length became a constant when the graph was traced"
-            _warn(f"the graph runs unstreamed: {why}")
-            return Unstreamed(self.otherwise.run)
-        _warn_unchunked(facts)
+            return self._instead(f"the graph runs unstreamed: {why}")
+        warn_unchunked(facts)
         return executor
 
     def _executor(self, facts: Facts, schedule: Schedule) -> Executor | AutoExecutor:
-        open_choice = "auto" in (self.options.chunk, self.options.loss_chunk, self.options.policy)
+        chosen = (self.options.chunk, self.options.loss_chunk, self.options.policy)
+        open_choice = "auto" in chosen or self.options.memory is not None
         try:
             if open_choice and any(s.mixings for s in facts.segments):
                 return AutoExecutor(facts, self.options, schedule.choose, self.stored)
@@ -343,9 +375,12 @@ def _alike(sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
 
 def schedules_of(module: torch.nn.Module) -> list[Schedule]:
     """Schedules of all compiled graphs that read a parameter of `module`, in the order of compilation."""
-    own = {id(p) for p in module.parameters()}
-    found = [c for c in _compiled if any(r() is not None and id(r()) in own for r in c.parameters)]
+    found = those_of(module, _compiled)
     return [s for c in sorted(found, key=lambda c: c.schedules[0].number) for s in c.schedules]
+
+
+def _is_on_cpu(examples: Sequence[Any]) -> bool:
+    return all(v.device.type == "cpu" for v in examples if isinstance(v, torch.Tensor))
 
 
 def _differentiates(module: GraphModule) -> bool:
@@ -353,51 +388,3 @@ def _differentiates(module: GraphModule) -> bool:
     values = (n.meta.get("example_value") for n in output.all_input_nodes)
     leaves = torch.utils._pytree.tree_leaves(list(values))
     return any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
-
-
-def _warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> None:
-    """A warning if a graph that reads along something has none of the inputs that `seq_dim` names."""
-    if not seq_dim:
-        return
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    own = [n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor)]
-    if not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
-        return
-    names = [source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter)]
-    _warn(
-        f"seq_dim names {', '.join(map(repr, seq_dim))}, but the inputs of this graph are {', '.join(names)}"
-    )
-
-
-def _explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
-    """A warning if the graph reads along something longer than one; without attention, a line in the log."""
-    if any(size > 1 for size in lengths_read(module)):
-        _warn(f"the graph runs unstreamed: {lengths.reason}")
-    else:
-        log.info("the graph runs as it is: %s", lengths.reason)
-
-
-def _warn_unchunked(facts: Facts) -> None:
-    """One warning for all regions that run whole, with the op, its source line and the cost."""
-    whole = [s for s in facts.segments if not s.chunked and s.refused is not None]
-    causes = [s for s in whole if not is_secondary(s.reason or "")]
-    lines = list(map(_why_whole, causes or whole))
-    if lines:
-        unique = list(dict.fromkeys(lines))
-        _warn(
-            f"{len(lines)} of {len(facts.segments)} segments run unchunked. Their gradients are exact, but "
-            "their activations are held for the whole sequence while they are recomputed:\n  "
-            + "\n  ".join(unique)
-        )
-
-
-def _why_whole(segment: Segment) -> str:
-    """The op for which a segment runs whole, the reason, and the model's line."""
-    refused = segment.refused
-    if refused is None:
-        return segment.reason or "nothing is known of its rows"
-    return f"{op_name(refused.target)}: {segment.reason} ({source_line(refused)})"
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, StreamBPWarning, stacklevel=3)

@@ -15,6 +15,10 @@ class CompileError(StreamBPError):
     """A pass of the compiler failed. The message names the pass and, if there is one, the graph node."""
 
 
+class InputError(StreamBPError, ValueError):
+    """A step that cannot be run with these weights; the message says which, and what to do."""
+
+
 class VerificationError(StreamBPError):
     """A model or a batch that cannot be verified. The message says what is missing or in the way."""
 

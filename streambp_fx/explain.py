@@ -89,13 +89,27 @@ def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[s
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
     found: list[Captured] = []
-    with _prepared(model, parsed, found), contextlib.suppress(_Explained):
-        model(input_ids=ids, labels=ids.clone())
+    try:
+        with _prepared(model, parsed, found), contextlib.suppress(_Explained):
+            model(input_ids=ids, labels=ids.clone())
+    except CaptureError as error:
+        most = positions_of(model)
+        if most is None or seq_len <= most:
+            raise
+        raise CaptureError(
+            f"{type(model).__name__} has {most} positions, and cannot be run on {seq_len} tokens"
+        ) from error
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
     schedule, nodes = found[-1]
     schedule.seq_len = seq_len
     return schedule, nodes
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """How many tokens of a sequence the config of a model knows positions for; None if it does not say."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return most if type(most) is int and most > 1 else None
 
 
 @contextlib.contextmanager
@@ -128,7 +142,15 @@ def _explain_graph(
         given = (n for n in schedule.facts.nodes if n.op == "placeholder")
         found.append((schedule, {id(v): n for v, n in zip(example_inputs, given, strict=True)}))
 
-    compile_graph(module, example_inputs, owner.options, tell, owner.sequence_dims, placeless=placeless)
+    compile_graph(
+        module,
+        example_inputs,
+        owner.options,
+        tell,
+        owner.sequence_dims,
+        placeless=placeless,
+        counts=owner.counts,
+    )
 
     def leave(*inputs: Any) -> Any:
         raise _Explained

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .passes.s3_cut.policy import Policy
-from .units import parse_bytes
+from .units import CHOICES, parse_bytes
 
 # Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight
 # gradient (vocabulary x hidden size) is not rewritten too often. Products of more are faster, so these are
@@ -20,16 +20,6 @@ AUTO_CHUNK = 2048
 CHUNK_SIZES = (2048, 1024, 512)
 # With several sequences kernels have more to do at once: smaller chunks are tried as well, to this.
 FEWEST_ROWS = 128
-CHOICES = {
-    "logits": ("drop", "lazy", "keep"),
-    "save": ("inputs", "attention"),
-    "offload": ("none", "host", "disk"),
-    "policy": ("given", "auto"),
-    "accumulate": ("float32", "weights"),
-    "body": ("eager", "inductor"),
-    "check": ("first", "never", "always"),
-    "on_error": ("raise", "eager"),
-}
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ class Options:
             "attention" (also the output and the log-sum-exp of attention, which then is not computed again).
         every: only every k-th layer keeps its inputs; those between are computed again first.
         offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
-            memory, for models on a GPU) or "disk".
+            memory, for models on a GPU, with PyTorch 2.12 or later) or "disk".
         policy: "given" (by `save`, `every` and `offload`), or "auto": those of them are chosen that fit
             `memory` with the least work; `offload` then is where things may go, and the others are not given.
         accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half

@@ -16,7 +16,7 @@ from .cost import eager_step
 from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import StepCost
 from .errors import PlanError
-from .explain import captured
+from .explain import captured, positions_of
 from .models.by_name import known_models as known_models
 from .models.by_name import model_on_meta
 from .options import Options, chunk_sizes
@@ -118,8 +118,9 @@ class Planner:
     ) -> None:
         self.batch_size, self.engine, self.rates, self.model = batch_size, engine, rates, model
         self.loss_chunk = Options(loss_chunk=loss_chunk or "auto").loss_rows(batch_size)
-        options: dict[str, Any] = {"chunk": SAMPLE_TOKENS // 4, "loss_chunk": self.loss_chunk}
-        schedule, nodes = captured(model, SAMPLE_TOKENS, batch_size, options)
+        sample = min(SAMPLE_TOKENS, positions_of(model) or SAMPLE_TOKENS)
+        options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": self.loss_chunk}
+        schedule, nodes = captured(model, sample, batch_size, options)
         if engine is not None:
             engine.share(schedule.facts, model, nodes)
         self.cost = StepCost(schedule.facts, schedule.options)

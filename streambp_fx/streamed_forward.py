@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
-import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,12 +21,12 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from .backend import compile_graph
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
-from .dynamo.live_objects import Registry
-from .dynamo.messages import LOGGERS, in_plain_words
-from .dynamo.this_backend import MARK
+from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
+from .dynamo.this_backend import beside_the_trace, is_traced_for_us
 from .errors import CaptureError, CompileError, StreamBPWarning
+from .forwards.lower import Lower, NotStreamed, lowered, stream
+from .forwards.unstreamed_steps import UnstreamedSteps, all_forwards, resting
 from .models.adapters import lengthens_sequence, prepare_tracing
 from .models.arguments import (
     Arguments,
@@ -37,10 +34,9 @@ from .models.arguments import (
     counted,
     dims_of_sequence,
     open_dims,
-    signature_of,
     without_cache,
 )
-from .models.checkpointing import TakeOver, layers_checkpointed, layers_of, may_be_checkpointed
+from .models.checkpointing import TakeOver
 from .models.experts import declare_experts
 from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
 from .models.plain_forms import in_plain_pytorch
@@ -51,24 +47,12 @@ from .runtime.parameter_groups import NotSupported, ShardedParameters
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced
-from .unstreamed import Otherwise
-
-# Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
-all_forwards: Registry[StreamedForward] = Registry()
-
-# Those that are not to stream within the call that is being made.
-_resting: ContextVar[frozenset[StreamedForward]] = ContextVar("streambp_resting", default=frozenset())
 
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
 
-CHECKPOINTED = ", and its layers are checkpointed"
 
-# From a streamed forward, its captured graph and example inputs to what runs the graph.
-Lower = Callable[["StreamedForward", torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-
-
-class StreamedForward:
+class StreamedForward(UnstreamedSteps):
     """Takes the place of a model's `forward`: streamed in training, the original otherwise.
 
     It lives in the instance and not in the class, holds no parameters, and is no module: names, state dict
@@ -88,45 +72,55 @@ class StreamedForward:
         verbose: bool = False,
         within: nn.Module | None = None,
     ) -> None:
-        self.model, self.original, self.options, self.had_forward = model, original, options, had_forward
-        self.verbose, self.within, self.active = verbose, within, True
+        super().__init__(model, original, options, within)
+        self.had_forward, self.verbose, self.active = had_forward, verbose, True
         self.captured = in_plain_pytorch(original)
         all_forwards.add(self)
         self.schedules: list[Schedule] = []
         self._compiled: Any = None
-        self._lower: Lower = _stream
+        self.lower: Lower = stream
         self._begun = False
         self._hooked: Hooks | None = None  # with these it could not be captured
         self._why = ""  # it could not
-        self._not_captured: set[frozenset[str]] = set()  # arguments with which it could not
+        self._runs = 0  # of compiled graphs
         self._dims: dict[str, int] = {}
         self._take_over = TakeOver()
         self._modes: list[Any] = []
         self._sharded: ShardedParameters | None = None
         functools.update_wrapper(self, original, updated=())
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return signature_of(self.model, self.original)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.captured(*args, **kwargs) if self.active else self.original(*args, **kwargs)
+            return self._traced(args, kwargs)
         called_on = caller_of_forward()
         if called_on is not None and self.is_carried_by(called_on):
             return self._on_a_copy(called_on, args, kwargs)
         if args and args[0] is self.model:  # somebody bound it to the model, as a function of the class
             args = args[1:]
-        if self in _resting.get() or not (self.active and self.model.training and torch.is_grad_enabled()):
+        if self in resting.get() or not (self.active and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
+        if not self.model.training:
+            return self.evaluated(args, kwargs)
         if switched_by_others(self.model, self.original, kwargs) or lengthens_sequence(self.model):
-            return self.original(*args, **kwargs)
+            return self.through_others(args, kwargs)
         given = Arguments.of_call(self.model, self.original, args, kwargs)
         if given is not None:
             return self._train(given)
         output = self.original(*args, **kwargs)  # an error, as a rule, which is the model's own to raise
-        _warn(f"the arguments do not fit the signature {self.__signature__}: this step runs unstreamed")
+        why = f"the arguments do not fit the signature {self.__signature__}: this step runs unstreamed"
+        _warn(why)
+        self.counts.note(why)
         return output
+
+    def _traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward as Dynamo meets it; see NOTE [under another torch.compile]."""
+        if not self.active:
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_exporting() or is_traced_for_us():
+            return self.captured(*args, **kwargs)
+        if self.model.training and torch.is_grad_enabled():
+            return beside_the_trace(self, args, kwargs)
+        return self.original(*args, **kwargs)
 
     def is_carried_by(self, module: nn.Module) -> bool:
         """True for a shallow copy of the model, which has this streamed forward and not one of its own."""
@@ -153,68 +147,46 @@ class StreamedForward:
         return forward(*args, **kwargs)
 
     def _train(self, given: Arguments) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.in_a_transform(given)
+        odd = self.odd_inputs(given)
+        if odd:
+            return self.with_odd_inputs(odd, given, self._streamed)
+        off = switched_off()
+        if off is not None:
+            return self.without_compiler(off, given)
         asked = cannot_be_streamed(given, self.model)
         if asked:
-            return self._unstreamed(", ".join(asked), given)
+            return self.unstreamed(", ".join(asked), given)
         hook = hook_on_saved_tensors()
         if hook is not None:
-            return self._unstreamed(f"{hook} {MAY_CHANGE}", given)
+            return self.unstreamed(f"{hook} {MAY_CHANGE}", given)
         if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
             try:
                 return self._streamed(given)
             except FailOnRecompileLimitHit:
-                why = f"there are {RECOMPILE_LIMIT} graphs, each for other values of arguments or attributes"
-                return self._unstreamed(why, given)
+                failed: CaptureError | None = None
             except CaptureError as error:
-                hooked = Hooks(self.model)
-                if not hooked:
-                    return self._uncaptured(error, given)
-                self._hooked = hooked
-                self._why = str(error).split("\n")[1]
+                failed = error
+            if failed is None:
+                why = f"there are {RECOMPILE_LIMIT} graphs, each for other values of arguments or attributes"
+                return self.unstreamed(why, given)
+            hooked = Hooks(self.model)
+            if not hooked:
+                return self.uncaptured(failed, given)
+            self._hooked = hooked
+            self._why = str(failed).split("\n")[1]
         why = f"the forward of {type(self.model).__name__} cannot be captured with hooks of {self._hooked}"
-        return self._unstreamed(f"{why} ({self._why})", given)
-
-    def _uncaptured(self, error: CaptureError, given: Arguments) -> Any:
-        """The step without a graph, and with a warning; an error of the model's own is its own to raise."""
-        if self.options.on_error == "raise" or self._lower is not _stream:
-            raise error  # who explains or verifies a model is told so
-        output = self._as_it_is(given)
-        self._not_captured.add(given.names)
-        _warn(f"{error}\nThe model runs unstreamed{CHECKPOINTED if self._may_checkpoint() else ''}.")
-        return output
-
-    def _may_checkpoint(self) -> bool:
-        return is_of_transformers(self.model, self.original) and may_be_checkpointed(self.model)
-
-    def _as_it_is(self, given: Arguments) -> Any:
-        """An unstreamed step, checkpointed if it may be: see NOTE [unstreamed steps are checkpointed].
-
-        The models within the model are as they are, too.
-        """
-        with contextlib.ExitStack() as stack:
-            if self._may_checkpoint():
-                given = without_cache(given, self.model, self.__signature__)
-                stack.enter_context(layers_checkpointed(self.model))
-            stack.enter_context(self._alone())
-            return self.original(*given.positional.values(), **given.keywords)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Within: the models within the model do not stream by themselves."""
-        modules = set(self.model.modules()) - {self.model}
-        before = _resting.set(_resting.get() | {s for s in all_forwards if s.model in modules})
-        try:
-            yield
-        finally:
-            _resting.reset(before)
+        return self.unstreamed(f"{why} ({self._why})", given)
 
     def _streamed(self, given: Arguments) -> Any:
         if given.names in self._not_captured:
-            return self._as_it_is(given)
+            self.counts.note(self._not_captured[given.names])
+            return self.as_it_is(given)
         try:
             return self._compiled_step(given)
         except NotStreamed:
-            return self._as_it_is(given)
+            return self.as_it_is(given)
         except NotSupported as error:
             words = f"the forward of {type(self.model).__name__} cannot be captured:\n{error}"
             raise CaptureError(words) from error
@@ -224,10 +196,15 @@ class StreamedForward:
             given = counted(without_cache(given, self.model, self.__signature__))
         self._declare_sizes(given)
         if self._compiled is None:
+            self.check_first(given)
             self._compiled = self._compile()
         modes = _get_current_dispatch_mode_stack()
+        runs = self._runs
         with self._take_over(self.model), self._opened():
-            return self._train_under(modes, given) if modes else self._call(given)
+            output = self._train_under(modes, given) if modes else self._call(given)
+        if self._runs == runs:
+            self.say(SKIPPED)
+        return output
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[None]:
@@ -235,12 +212,6 @@ class StreamedForward:
         self._sharded = sharded_parameters(self.model)
         with contextlib.nullcontext() if self._sharded is None else self._sharded.opened():
             yield
-
-    def _unstreamed(self, why: str, given: Arguments) -> Any:
-        """The model as it is, with the models within it, because of an argument that cannot be streamed."""
-        warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
-        with self._alone():
-            return self.original(*given.positional.values(), **given.keywords)
 
     def _train_under(self, modes: list[Any], given: Arguments) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""
@@ -273,7 +244,14 @@ class StreamedForward:
             for dim in open_dims(name, value, self._dims):
                 torch._dynamo.maybe_mark_dynamic(value, dim)
 
-    def _run(self, executor: Any, *inputs: Any) -> Any:
+    def run(self, executor: Any, *inputs: Any) -> Any:
+        """Run a compiled graph, in the dispatch modes that Dynamo was not to see.
+
+        Args:
+            executor: the graph.
+            inputs: its inputs, tensors of any shape and dtype.
+        """
+        self._runs += 1
         with contextlib.ExitStack() as stack:
             for mode in self._modes:
                 _push_mode(mode)
@@ -322,8 +300,8 @@ class StreamedForward:
         own = types.FunctionType(
             call.__code__.replace(), call.__globals__, "streamed_forward", None, call.__closure__
         )
-        self._lower = lower or _stream
-        backend = functools.partial(_backend, weakref.ref(self))
+        self.lower = lower or stream
+        backend = functools.partial(lowered, weakref.ref(self))
         return torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
@@ -344,55 +322,6 @@ class StreamedForward:
                 return  # it comes again when it has been checked
         if self.verbose:
             print(schedule.for_length())
-
-
-def _stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-    report = weakref.WeakMethod(owner.report)
-
-    def tell(schedule: Schedule) -> None:
-        method = report()
-        if method is not None:
-            method(schedule)
-
-    options = owner.options
-    if options.logits == "drop":
-        options = dataclasses.replace(options, logits="lazy")  # see `without_lazy`
-    otherwise = None
-    if owner._may_checkpoint():
-        otherwise = Otherwise(_not_streamed, layers_of(owner.model))
-    elif owner.sharded is not None:
-        otherwise = Otherwise(_not_streamed)
-    dims, sharded = owner.sequence_dims, owner.sharded
-    return compile_graph(module, example_inputs, options, tell, dims, otherwise=otherwise, sharded=sharded)
-
-
-class NotStreamed(Exception):
-    """A graph that is not streamed was about to run: the model can do better by itself."""
-
-
-def _not_streamed(*inputs: Any) -> Any:
-    raise NotStreamed
-
-
-def _backend(
-    owner: weakref.ref[StreamedForward], module: torch.fx.GraphModule, example_inputs: list[Any]
-) -> Any:
-    """The backend of one streamed forward.
-
-    NOTE [what PyTorch keeps]: it holds each backend until `torch._dynamo.reset()`, and what the backend gave
-    as long as there is code that calls it. If these held the model, its weights would stay after `del model`.
-    """
-
-    def alive() -> StreamedForward:
-        found = owner()
-        assert found is not None, "called by its owner alone"
-        return found
-
-    executor = alive()._lower(alive(), module, example_inputs)
-    return lambda *inputs: alive()._run(executor, *inputs)
-
-
-setattr(_backend, MARK, True)
 
 
 def _warn(text: str) -> None:

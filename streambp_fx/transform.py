@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
+import torch
 from torch import nn
 
 from .backend import schedules_of
@@ -13,7 +15,9 @@ from .errors import CaptureError
 from .models.arguments import signature_of
 from .models.nested_models import models_within
 from .options import Options
+from .runtime.step_counts import counts_of, together
 from .schedule import Schedule
+from .show.status import Status
 from .streamed_forward import StreamedForward, all_forwards
 from .versions import check_versions
 
@@ -45,6 +49,9 @@ def transform(
         raise ValueError(f"verbose must be True or False, not {verbose!r}")
     if not isinstance(model, nn.Module):
         raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch._dynamo.OptimizedModule):  # see NOTE [under another torch.compile]
+        transform(model._orig_mod, chunk, verbose=verbose, **options)
+        return model
     if not {"input_ids", *(parsed.seq_dim or {})} & set(signature_of(model, model.forward).parameters):
         raise CaptureError(
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
@@ -61,6 +68,9 @@ def transform(
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `transform`. A model that is not transformed is left as it is."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        restore(model._orig_mod)
+        return model
     for streamed in _placed(model):
         streamed.active = False  # somebody may have put a wrapper over it
         if vars(streamed.model).get("forward") is streamed:
@@ -90,6 +100,7 @@ def untransformed(model: nn.Module) -> Iterator[None]:
 
 def _placed(model: nn.Module) -> list[StreamedForward]:
     """What streams a model and the models within it now."""
+    model = getattr(model, "_orig_mod", model)
     return [s for s in all_forwards if s.active and (s.model is model or s.within is model)]
 
 
@@ -100,8 +111,65 @@ def schedule(model: nn.Module) -> Schedule | None:
         model: a model that `transform` changed, or one that `torch.compile(backend="streambp")` runs, itself
             or a part of it.
     """
-    found = schedules(model)
-    return max(schedules_of(model) if found is None else found, key=lambda s: s.number, default=None)
+    found = schedules(model) or schedules_of(model)
+    return max(found, key=lambda s: s.number, default=None)
+
+
+def status(model: nn.Module) -> Status:
+    """Whether the training steps of a model are streamed, since when, how many were, and why others were not.
+
+    Args:
+        model: any module; also one that `torch.compile` has wrapped.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"status needs a torch.nn.Module, not {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)
+    placed, graphs = _placed(model), counts_of(model)
+    door = "transform" if placed else "torch.compile" if graphs else None
+    counts = together([*(s.counts for s in placed), *graphs])
+    why = counts.why
+    if not counts.total:
+        why = _why_no_step(model, placed)
+    since = datetime.fromtimestamp(counts.began) if counts.total else None
+    return Status(
+        door=door,
+        streamed=counts.is_streamed,
+        since=since,
+        since_step=counts.began_with if counts.total else None,
+        why_not=why,
+        reasons=dict(counts.reasons),
+        streamed_steps=counts.streamed,
+        unstreamed_steps=counts.unstreamed,
+        part=_part(model, placed),
+        schedule=schedule(model),
+    )
+
+
+def _part(model: nn.Module, placed: list[StreamedForward]) -> str | None:
+    """What alone is streamed of a model: the models within it, where its own forward is not."""
+    if not placed or any(s.counts.streamed for s in placed if s.model is model):
+        return None
+    names = [type(s.model).__name__ for s in placed if s.counts.streamed]
+    if not names:
+        return None
+    return f"{', '.join(names)}, without a loss head that the forward over it may have"
+
+
+def _why_no_step(model: nn.Module, placed: list[StreamedForward]) -> str:
+    """Why there was no training step that could be streamed."""
+    if not placed:
+        return "it is neither transformed nor compiled with backend='streambp', or no graph was compiled yet"
+    forward = vars(model).get("forward")
+    own = [s for s in placed if s.model is model]
+    if own and forward is not own[0]:
+        name = getattr(forward, "__qualname__", type(forward).__name__)
+        return f"no training step has come to it; its forward is now {name}, put there after transform"
+    if not model.training:
+        return "no training step has come to it; it is in evaluation mode: call model.train()"
+    return "no training step has come to it"
 
 
 def schedules(model: nn.Module) -> list[Schedule] | None:

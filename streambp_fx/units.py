@@ -1,10 +1,21 @@
-"""Bytes and floating-point operations as people write them."""
+"""Options, bytes and floating-point operations as people write them."""
 
 from __future__ import annotations
 
 import math
 import re
 
+# Of options that are one of a few words, those. Nothing here imports PyTorch: the command line reads them.
+CHOICES = {
+    "logits": ("drop", "lazy", "keep"),
+    "save": ("inputs", "attention"),
+    "offload": ("none", "host", "disk"),
+    "policy": ("given", "auto"),
+    "accumulate": ("float32", "weights"),
+    "body": ("eager", "inductor"),
+    "check": ("first", "never", "always"),
+    "on_error": ("raise", "eager"),
+}
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

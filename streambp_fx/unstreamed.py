@@ -1,12 +1,36 @@
-"""What runs in the place of a graph that is not streamed."""
+"""What runs in the place of a graph that is not streamed, and the warnings that say so."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.fx import GraphModule
+
+from .errors import StreamBPWarning
 from .passes.graph.facts import Facts, Segment
+from .passes.graph.sources import source_line, source_name
+from .passes.graph.symbols import Lengths
+from .passes.rules.asking import op_name
+from .passes.s1_capture.sequence_length import is_called, lengths_read
+from .passes.s2_prove.axes import is_secondary
+from .runtime.step_counts import StepCounts
+
+log = logging.getLogger(__name__)
+CUT_AT_BUCKETS = (
+    "Dynamo has cut the graph where a bucket of DistributedDataParallel is full, and hands over pieces that "
+    "cannot be streamed. Write this before the first step: torch._dynamo.config.optimize_ddp = False. Or use "
+    "streambp_fx.transform(model) in the place of torch.compile, which does so by itself."
+)
+HOST_IS_HERE = (
+    'offload="host" does nothing for a model on the CPU, whose memory is host memory. '
+    'offload="disk" writes what is kept to a file'
+)
+SHARES_MEMORY = "an input that is changed in place shares memory with another"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +59,72 @@ class Otherwise:
 
 @dataclasses.dataclass
 class Unstreamed:
-    """What runs in the place of a graph that is not streamed, for all sizes."""
+    """What runs in the place of a graph that is not streamed, for all sizes.
+
+    Attributes:
+        run: it, with the inputs of the graph.
+        why: it is not streamed.
+        counts: what its steps are counted in.
+    """
 
     run: Callable[..., Any]
+    why: str
+    counts: StepCounts
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True: the graph runs with any sizes."""
         return True
 
     def __call__(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.counts.note(self.why)
         return self.run(*inputs)
+
+
+def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> None:
+    """A warning if a graph that reads along something has none of the inputs that `seq_dim` names."""
+    if not seq_dim:
+        return
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    own = [n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    if not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
+        return
+    names = [source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter)]
+    warn(
+        f"seq_dim names {', '.join(map(repr, seq_dim))}, but the inputs of this graph are {', '.join(names)}"
+    )
+
+
+def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
+    """A warning if the graph reads along something longer than one; without attention, a line in the log."""
+    if any(size > 1 for size in lengths_read(module)):
+        warn(f"the graph runs unstreamed: {lengths.reason}")
+    else:
+        log.info("the graph runs as it is: %s", lengths.reason)
+
+
+def warn_unchunked(facts: Facts) -> None:
+    """One warning for all regions that run whole, with the op, its source line and the cost."""
+    whole = [s for s in facts.segments if not s.chunked and s.refused is not None]
+    causes = [s for s in whole if not is_secondary(s.reason or "")]
+    lines = list(map(why_whole, causes or whole))
+    if lines:
+        unique = list(dict.fromkeys(lines))
+        warn(
+            f"{len(lines)} of {len(facts.segments)} segments run unchunked. Their gradients are exact, but "
+            "their activations are held for the whole sequence while they are recomputed:\n  "
+            + "\n  ".join(unique)
+        )
+
+
+def why_whole(segment: Segment) -> str:
+    """The op for which a segment runs whole, the reason, and the model's line."""
+    refused = segment.refused
+    if refused is None:
+        return segment.reason or "nothing is known of its rows"
+    return f"{op_name(refused.target)}: {segment.reason} ({source_line(refused)})"
+
+
+def warn(text: str) -> None:
+    """Give a `StreamBPWarning` at the line that called who calls this."""
+    warnings.warn(text, StreamBPWarning, stacklevel=3)

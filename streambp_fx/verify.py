@@ -19,6 +19,7 @@ from .options import LOSS_CHUNK, Options
 from .passes.graph.facts import Facts
 from .probing.probe import IndependenceProbe, check_not_random
 from .probing.tried_claims import summarize
+from .runtime.step_counts import StepCounts
 from .schedule import Schedule
 from .streamed_forward import StreamedForward
 from .transform import restore, transform
@@ -210,7 +211,14 @@ class _Recorder:
     def lower(
         self, owner: StreamedForward, module: GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        run = compile_graph(module, example_inputs, owner.options, self.schedules.append, owner.sequence_dims)
+        run = compile_graph(
+            module,
+            example_inputs,
+            owner.options,
+            self.schedules.append,
+            owner.sequence_dims,
+            counts=StepCounts(),
+        )
 
         def call(*inputs: Any) -> Any:
             if self.schedules and self.schedules[-1].segments:

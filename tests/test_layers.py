@@ -27,7 +27,17 @@ LAYERS = [
     *("sharding", "planning"),
     *("show", "show.code", "show.page", "schedule"),
     *("probing", "checking", "dynamo", "models.plain_forms", "models.recurrences", "models"),
-    *("unstreamed", "backend", "streamed_forward", "transform", "explain", "plan", "trace", "integrations"),
+    *(
+        "unstreamed",
+        "backend",
+        "forwards",
+        "streamed_forward",
+        "transform",
+        "explain",
+        "plan",
+        "trace",
+        "integrations",
+    ),
     *("verifying", "verify", "", "measure", "report", "commands", "cli"),
 ]
 

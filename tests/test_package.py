@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import streambp_fx
+
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("streambp_fx", "streambp_fx.passes", "streambp_fx.passes.rules", "streambp_fx.cli")
+
+# Folders that an archive lists, and that have a dot in their name.
+FOLDERS = {".ci", ".github"}
 
 pytestmark = pytest.mark.xdist_group("package")
 
@@ -72,6 +77,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         names = archive.namelist()
     top = {name.split("/")[0] for name in names}
     assert top == {"streambp_fx", next(n for n in top if n.endswith(".dist-info"))}
+    assert "streambp_fx/py.typed" in names
+    kinds = {n.rpartition(".")[2] for n in names if n.startswith("streambp_fx/")}
+    assert kinds == {"py", "typed", "json", "html", "css", "js"}
     shipped = {n for n in names if n.endswith(".py")}
     ours = {f"streambp_fx/{f.relative_to(ROOT)}" for f in (ROOT / "passes").rglob("*.py")}
     ours |= {str(f.relative_to(ROOT)) for f in (ROOT / "streambp_fx").rglob("*.py")}
@@ -88,6 +96,9 @@ def test_metadata(wheel):
     assert points["console_scripts"]["streambp-fx"] == "streambp_fx.cli:main"
     for line in ("Name: streambp-fx", "Requires-Python: >=3.10", "License-Expression: Apache-2.0"):
         assert line in metadata
+    for label in ("Homepage", "Documentation", "Source", "Issues", "Changelog"):
+        assert f"Project-URL: {label}, https://" in metadata
+    assert f"Version: {streambp_fx.__version__}\n" in metadata
     for extra in ("demo", "plot", "trl", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
     assert "Apache License" in licence and "Version 2.0" in licence
@@ -97,4 +108,40 @@ def test_the_sdist_is_complete(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {n.split("/", 1)[1] for n in archive.getnames() if "/" in n}
-    assert {"pyproject.toml", "README.md", "LICENSE", "passes/__init__.py", "streambp_fx/cli.py"} <= names
+    made = {"PKG-INFO", "setup.cfg"}
+    found = {n for n in names - made if "." in n.rsplit("/", 1)[-1] or "Makefile" in n or n == ".ci/run"}
+    found = {n for n in found if not n.startswith("streambp_fx.egg-info") and n != ".ci"}
+    wanted = {str(f.relative_to(ROOT)) for f in _source_files()}
+    left_out = {".gitignore"} | {n for n in wanted if n.startswith("streambp_fx/passes/")}
+    assert wanted - left_out - names == set(), "missing"
+    assert found - wanted - FOLDERS == set(), "stray"
+
+
+def test_the_version_is_said_once() -> None:
+    """In the package; the citation repeats it, since it is read without the package."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    assert 'version = { attr = "streambp_fx.__version__" }' in settings
+    assert f"version: {streambp_fx.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_command_line_answers_without_pytorch() -> None:
+    """`--version` and `--help` within a second; the seconds of a machine at work say nothing."""
+    code = (
+        "import sys; from streambp_fx.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as left: assert left.code == 0\n"
+        "heavy = {'torch', 'transformers', 'sympy', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for asked in (["--version"], ["--help"], ["plan", "--help"], ["doctor", "--help"]):
+        shown = _run(sys.executable, "-c", code, *asked, cwd=ROOT)
+        assert "streambp-fx" in shown
+
+
+def test_names_are_not_hidden_by_modules_of_their_name() -> None:
+    code = (
+        "import streambp_fx, streambp_fx.schedule, streambp_fx.transform, streambp_fx.verify\n"
+        "for name in streambp_fx.__all__: assert callable(getattr(streambp_fx, name)), name\n"
+        "assert set(streambp_fx.__all__) <= set(dir(streambp_fx))"
+    )
+    _run(sys.executable, "-W", "error::ImportWarning", "-c", code, cwd=ROOT)

@@ -1,5 +1,7 @@
 """Static tools see `passes/` as `streambp_fx.passes`, so that nothing that comes from there is `Any`."""
 
+import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,61 @@ def revealed(tmp_path_factory):
 def test_what_comes_from_passes_has_its_type(revealed):
     assert revealed[: len(REVEALED)] == REVEALED
     assert len(revealed) == PROBE.count("reveal_type(") and "Any" not in revealed
+
+
+USER = """
+import torch
+from torch import nn
+
+import streambp_fx
+from streambp_fx import Options, Plan, Schedule, Status, StreamBPError, StreamBPWarning, Trace, Verification
+from streambp_fx.integrations import StreamBPCallback
+
+
+def train(model: nn.Module, ids: torch.Tensor) -> int:
+    streamed: nn.Module = streambp_fx.transform(model, chunk=2000, memory="8GiB")
+    streamed(input_ids=ids, labels=ids).loss.backward()
+    found: Status = streambp_fx.status(streamed)
+    schedule: Schedule | None = streambp_fx.schedule(streamed)
+    if schedule is not None:
+        schedule.to_html("schedule.html")
+    streambp_fx.restore(streamed)
+    plan: Plan = streambp_fx.plan("Qwen3-8B", memory="80GiB")
+    checked: Verification = streambp_fx.verify(model, {"input_ids": ids, "labels": ids})
+    trace: Trace = streambp_fx.trace(model, {"input_ids": ids, "labels": ids})
+    text: str = streambp_fx.diff(str(trace), str(streambp_fx.explain(model, 64)))
+    options: Options = Options(chunk=3)
+    errors: tuple[type[StreamBPError], ...] = (streambp_fx.CaptureError, streambp_fx.OffloadError)
+    print(checked.ok, text, options, errors, StreamBPWarning, StreamBPCallback(chunk=5))
+    return found.streamed_steps + plan.seq_len
+"""
+
+
+def test_a_script_of_a_user_is_strictly_typed(tmp_path: Path) -> None:
+    """As mypy sees the package when it is installed: what is within it is not the user's to mend."""
+    pytest.importorskip("mypy")
+    script = tmp_path / "script.py"
+    script.write_text(USER)
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import streambp_fx\n\nstreambp_fx.transform(3)\nstreambp_fx.plan(memory=[])\n")
+    options = [
+        "--strict",
+        "--follow-imports=silent",
+        "--no-error-summary",
+        "--cache-dir",
+        str(tmp_path / "c"),
+    ]
+    run = functools.partial(
+        subprocess.run,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+    )
+    done = run([sys.executable, "-m", "mypy", *options, str(script)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run([sys.executable, "-m", "mypy", *options, str(wrong)])
+    assert done.stdout.count(": error:") == 3 and "[arg-type]" in done.stdout, done.stdout
 
 
 def test_the_link_leads_to_passes():

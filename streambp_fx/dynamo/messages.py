@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -36,4 +38,26 @@ def in_plain_words(model: nn.Module, error: BaseException) -> str:
         f"The line of the model is:\n  {where}\n"
         "Rewrite that line so that it does not depend on the values of tensors and calls nothing outside "
         "PyTorch, or train the model unstreamed: streambp_fx.restore(model)."
+    )
+
+
+SKIPPED = (
+    "torch.compile, which hands over the training step as a graph, has skipped the model's forward: such "
+    "steps run unstreamed. TORCH_LOGS=dynamo may say why"
+)
+
+
+def switched_off() -> str | None:
+    """Why PyTorch hands over no graphs at all in this process, or for now; None if it does."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        by = "the environment variable TORCHDYNAMO_DISABLE"
+    elif torch._dynamo.config.disable:
+        by = "TORCH_COMPILE_DISABLE or torch._dynamo.config.disable"
+    elif getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "") == "force_eager":
+        by = 'torch.compiler.set_stance("force_eager")'
+    else:
+        return None
+    return (
+        f"torch.compile, which hands over the training step as a graph, is switched off by {by}: such steps "
+        "run unstreamed. Switch it on"
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.backends import distributed
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,23 @@ def modules_of_frame() -> Iterator[nn.Module]:
             yield from value.modules()
 
 
+def unwrapped(error: Exception) -> Exception:
+    """An error as one that Dynamo hands on as it is. Others it wraps in one of its own.
+
+    Args:
+        error: what a backend is about to raise.
+
+    Returns:
+        an error of the same type, and with the same words.
+    """
+    kind, words = type(error), str(error)
+    own: dict[str, Any] = {"__init__": kind.__init__, "__doc__": kind.__doc__, "__module__": kind.__module__}
+    own["__str__"] = lambda self: words  # Dynamo adds to the message
+    found = type(kind.__name__, (kind, ShortenTraceback), own)(*error.args)
+    found.first_useful_frame = sys._getframe(1)
+    return found
+
+
 def is_cut_at_buckets() -> bool:
     """True if Dynamo hands over pieces of a graph that it has cut where a bucket of DDP's is full.
 
@@ -35,6 +53,23 @@ def is_cut_at_buckets() -> bool:
             return len(frame.f_locals.get("buckets", ())) > 1
         frame = frame.f_back
     return False
+
+
+def beside_the_trace(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a streamed forward that somebody else's Dynamo has met, outside of the graph it is tracing.
+
+    NOTE [under another torch.compile]: a compiler that traced through a streamed forward would run the
+    original, unstreamed. Its graph ends before the streamed step and another begins behind it; the step has
+    a Dynamo of its own. With `fullgraph=True`, where a graph may not end, it is an error, which says this.
+    """
+    return forward(*args, **kwargs)
+
+
+beside_the_trace = torch.compiler.disable(
+    beside_the_trace,
+    reason="streambp_fx.transform streams this model in a graph of its own, which cannot be part of another: "
+    "compile without fullgraph=True, or with backend='streambp' and without transform",
+)
 
 
 @torch._dynamo.assume_constant_result

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
+from ..errors import StreamBPWarning
 from ..options import Options
 from ..schedule import Schedule
-from ..transform import restore, schedules, transform
+from ..transform import restore, schedules, status, transform
 
 PEAK, CHUNK = "streambp/peak_bytes", "streambp/chunk"
 
@@ -24,9 +28,13 @@ class StreamBPCallback(TrainerCallback):
     `close`, or train again, which begins anew.
 
     Each entry of the trainer's log gains `streambp/peak_bytes`, the most that the activations of a step have
-    taken so far by the cost model, in bytes, and `streambp/chunk`, the rows of a chunk in that step.
-    `trainer.state.log_history` and the printed log have them. The integrations that `report_to` names come
-    before other callbacks, and see an entry before it gains them.
+    taken so far by the cost model, in bytes, and `streambp/chunk`, the rows of a chunk in that step. For that
+    the callback takes the first place among those of the trainer: the integrations that `report_to` names
+    (TensorBoard, say) see the two as well.
+
+    A model that `torch_compile=True` compiles as well is streamed: the graphs of that compiler end before a
+    streamed step and begin behind it, so it has nothing to compile but the evaluation. If no step of a
+    training was streamed, a warning says why when it ends.
 
     Args:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
@@ -56,8 +64,15 @@ class StreamBPCallback(TrainerCallback):
             CaptureError: it is not a causal language model.
         """
         self.close()
+        self._go_first(sys._getframe(1).f_locals.get("self"))
         if model is not None and schedules(model) is None:
             self._transformed = transform(model, **self._settings)
+
+    def _go_first(self, handler: Any) -> None:
+        """Take the first place among the callbacks of the trainer, which is asked before those that log."""
+        if isinstance(handler, CallbackHandler) and self in handler.callbacks:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
 
     def on_log(
         self,
@@ -80,8 +95,13 @@ class StreamBPCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the model."""
+        """Restore the model. A warning says if no step was streamed."""
+        found = status(self._transformed) if self._transformed is not None else None
         self.close()
+        if found is not None and not found.streamed_steps:
+            warnings.warn(
+                f"no step of this training was streamed: {found.why_not}", StreamBPWarning, stacklevel=2
+            )
 
     def close(self) -> None:
         """Restore the model, if this callback has transformed it. To be called after training that raised."""

@@ -21,7 +21,9 @@ SWITCH = "gradient_checkpointing"
 HOOK = "make_inputs_require_grad"
 TAKEN_OVER = (
     "gradient checkpointing is on as well. The streamed step takes over: it recomputes each layer itself, "
-    "once, and checkpointing stays off in it. To be rid of this warning: gradient_checkpointing=False."
+    "once, and checkpointing stays off in it. To be rid of this warning, switch it off: "
+    "activation_checkpointing=False in TrainingArguments, which transformers before 5.23 calls "
+    "gradient_checkpointing=False."
 )
 
 

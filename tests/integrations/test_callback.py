@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,49 @@ def test_half_precision_is_as_near_to_float32_as_unstreamed(tmp_path: Path) -> N
         far[how] = max(abs(a - e["loss"]) for a, e in zip(losses, streamed_entries(exact), strict=True))
     assert 0 < far[None] < 0.02, "bf16 is on"
     assert far["transform"] <= 2 * far[None] and far["callback"] <= 2 * far[None], far
+
+
+# ---- another compiler, and those that read the log
+
+
+def test_another_compiler_around_it(tmp_path: Path) -> None:
+    """`torch_compile=True`: streamed all the same, and what it logs is the same."""
+    over = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+    runs = {how: train(hf, build, tmp_path / str(how), how, **over) for how in (None, "callback")}
+    assert_same(runs["callback"], runs[None])
+    entries = streamed_entries(runs["callback"])
+    assert all(entry["streambp/chunk"] == CHUNK for entry in entries) and len(entries) == 2
+
+
+class Never(TrainerCallback):
+    """Somebody puts the forwards of the classes back while the model trains."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.forward = types.MethodType(type(model).forward, model)
+        model.model.forward = types.MethodType(type(model.model).forward, model.model)
+
+
+def test_a_training_without_a_streamed_step_says_so(tmp_path: Path) -> None:
+    trainer = hf(build(), tmp_path, callbacks=[StreamBPCallback(chunk=CHUNK), Never()], max_steps=1)
+    with pytest.warns(streambp_fx.StreamBPWarning, match="no step of this training was streamed: "):
+        trainer.train()
+
+
+class Logs(TrainerCallback):
+    """An integration, which keeps what it is given when it is given it."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def test_integrations_see_what_it_logs(tmp_path: Path) -> None:
+    """Those that `report_to` names come before the callbacks of the user: the callback goes first."""
+    integration, streams = Logs(), StreamBPCallback(chunk=CHUNK, check="never")
+    trainer = hf(build(), tmp_path, callbacks=[integration, streams], max_steps=1)
+    trainer.train()
+    assert integration.seen[0]["streambp/chunk"] == CHUNK and integration.seen[0]["streambp/peak_bytes"] > 0
+    kinds = [type(c) for c in trainer.callback_handler.callbacks]
+    assert kinds[0] is StreamBPCallback and kinds.count(StreamBPCallback) == 1

@@ -1,13 +1,15 @@
-"""Long work is announced on a terminal, and nowhere else."""
+"""Long work is announced on a terminal, and on a pipe where that was asked for."""
 
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from streambp_fx.show import progress
 from streambp_fx.show.progress import announced
 
 
@@ -70,3 +72,24 @@ def test_the_first_step_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         model(input_ids=ids, labels=ids)["loss"].backward()
     assert terminal.getvalue().count("the first training step took") == 1
+
+
+def test_on_a_pipe_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it was asked for, and nothing if it is over before, or silenced."""
+    monkeypatch.delenv(progress.QUIET, raising=False)
+    monkeypatch.setattr(progress, "PIPE_SECONDS", 0.02)
+    with progress.announced("planning Qwen3-8B", on_pipes=True):
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert all(line.startswith("streambp-fx: planning Qwen3-8B, 0 s so far") for line in lines)
+    monkeypatch.setattr(progress, "PIPE_SECONDS", 10.0)
+    with progress.announced("planning Qwen3-8B", on_pipes=True):
+        pass
+    monkeypatch.setenv(progress.QUIET, "1")
+    monkeypatch.setattr(progress, "PIPE_SECONDS", 0.02)
+    with progress.announced("planning Qwen3-8B", on_pipes=True):
+        time.sleep(0.1)
+    assert not capsys.readouterr().err

@@ -163,6 +163,7 @@ def test_segments_say_what_they_cost() -> None:
         found.for_length(512).__class__(found.facts, found.options).timeline()
 
 
+@pytest.mark.filterwarnings("ignore:memory=100000 does not fit:streambp_fx.StreamBPWarning")
 def test_chunk_is_chosen_for_the_memory() -> None:
     model, _ = _model("llama")
     planned = streambp_fx.explain(model, 2048, loss_chunk=48)

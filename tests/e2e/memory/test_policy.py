@@ -21,6 +21,12 @@ from streambp_fx.passes.s3_cut.policy import Policy, candidates
 from streambp_fx.passes.s4_trace.kept_attention import attention_outputs
 from streambp_fx.runtime import offload
 
+# Host memory of a CPU, and budgets that nothing fits: both are said, and both run.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:offload=.host. does nothing:streambp_fx.StreamBPWarning"),
+    pytest.mark.filterwarnings("ignore:memory=1 does not fit:streambp_fx.StreamBPWarning"),
+]
+
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 2048}
 BATCHES = {
     "T=67": plain(2, 67),

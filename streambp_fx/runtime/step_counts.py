@@ -1,0 +1,118 @@
+"""How many training steps of a model were streamed and how many were not, and why not."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from .live_objects import Registry
+
+# Different reasons that are kept; a message with a number in it would be another one in every step.
+MOST_REASONS = 20
+
+
+class OfParameters(Protocol):
+    """What is found by the parameters that it reads."""
+
+    parameters: list[weakref.ref[torch.nn.Parameter]]
+
+
+G = TypeVar("G", bound=OfParameters)
+
+
+class StepCounts:
+    """The training steps of one model, or of one graph, as they ran.
+
+    Attributes:
+        streamed, unstreamed: steps.
+        why: of the last step, why it was not streamed; None if it was, or if there was none.
+        reasons: how many steps were not streamed, by reason.
+        began: when it became as the last step was, streamed or not, in seconds since the epoch.
+        began_with: the number of the step with which it became so, from 1.
+    """
+
+    def __init__(self) -> None:
+        self.streamed = self.unstreamed = 0
+        self.why: str | None = None
+        self.reasons: dict[str, int] = {}
+        self.began, self.began_with = time.time(), 0
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int:
+        """How many steps there were, streamed or not."""
+        return self.streamed + self.unstreamed
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the last step was streamed."""
+        return self.total > 0 and self.why is None
+
+    def note(self, why: str | None = None) -> None:
+        """Count a step.
+
+        Args:
+            why: it was not streamed; None: it was.
+        """
+        with self._lock:
+            if self.total == 0 or (why is None) != (self.why is None):
+                self.began, self.began_with = time.time(), self.total + 1
+            self.why = why
+            if why is None:
+                self.streamed += 1
+                return
+            self.unstreamed += 1
+            if why in self.reasons or len(self.reasons) < MOST_REASONS:
+                self.reasons[why] = self.reasons.get(why, 0) + 1
+
+
+class GraphCounts(StepCounts):
+    """The steps of a graph that `torch.compile` runs; found by its parameters, see NOTE [finding schedules].
+
+    Args:
+        example_inputs: of the graph, parameters among them.
+    """
+
+    def __init__(self, example_inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.parameters = parameters_of(example_inputs)
+        _counted.add(self)
+
+
+_counted: Registry[GraphCounts] = Registry()
+
+
+def together(counts: Iterable[StepCounts]) -> StepCounts:
+    """The steps of several: of the graphs of a model, or of models within one. The latest change counts."""
+    found = StepCounts()
+    parts = [c for c in counts if c.total]
+    for part in parts:
+        found.streamed += part.streamed
+        found.unstreamed += part.unstreamed
+        for why, count in part.reasons.items():
+            found.reasons[why] = found.reasons.get(why, 0) + count
+    if parts:
+        latest = max(parts, key=lambda c: c.began)
+        found.why, found.began, found.began_with = latest.why, latest.began, latest.began_with
+    return found
+
+
+def counts_of(module: torch.nn.Module) -> list[StepCounts]:
+    """The steps of all graphs that `torch.compile` runs and that read a parameter of `module`."""
+    return list(those_of(module, _counted))
+
+
+def those_of(module: torch.nn.Module, graphs: Iterable[G]) -> list[G]:
+    """Of compiled graphs (that have `parameters`, weakly) those that read a parameter of `module`."""
+    own = {id(p) for p in module.parameters()}
+    return [g for g in graphs if any(r() is not None and id(r()) in own for r in g.parameters)]
+
+
+def parameters_of(inputs: Sequence[Any]) -> list[weakref.ref[torch.nn.Parameter]]:
+    """The parameters, of any shape and dtype, among the inputs of a graph; they are not kept alive."""
+    return [weakref.ref(v) for v in inputs if isinstance(v, torch.nn.Parameter)]

@@ -1,0 +1,236 @@
+"""Ways around streaming: none of them is silent, and some are none. And `status`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import step
+from e2e_models import build, plain, sample
+from torch import nn
+
+import streambp_fx
+from streambp_fx import StreamBPWarning, restore, status, transform
+
+OPTIONS = {"chunk": 16, "loss_chunk": 16, "check": "never"}
+BATCH = plain(2, 40)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def tiny(**options: Any) -> Any:
+    """A transformed model of one layer."""
+    return transform(build("llama", num_hidden_layers=1), **{**OPTIONS, **options})
+
+
+def train(call: Callable[..., Any], steps: int = 2, **over: Any) -> list[str]:
+    """Run steps; what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            call(**{**BATCH, **over}).loss.backward()
+    return [str(w.message) for w in caught if issubclass(w.category, StreamBPWarning)]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+# ---- under another torch.compile: streamed, in a graph of its own
+
+
+def compiled_before() -> tuple[Any, Any]:
+    """Compiled and run before it is transformed: Dynamo notices."""
+    model = build("llama", num_hidden_layers=1)
+    call = torch.compile(model, backend="eager")
+    call(**BATCH).loss.backward()
+    transform(model, **OPTIONS)
+    return model, call
+
+
+def compiled_after() -> tuple[Any, Any]:
+    model = tiny()
+    return model, torch.compile(model, backend="eager")
+
+
+def compiled_in_place() -> tuple[Any, Any]:
+    model = tiny()
+    model.compile(backend="aot_eager")
+    return model, model
+
+
+def function_around() -> tuple[Any, Any]:
+    model = tiny()
+    return model, torch.compile(lambda **batch: model(**batch), backend="eager")
+
+
+def transformed_wrapper() -> tuple[Any, Any]:
+    model = build("llama", num_hidden_layers=1)
+    call = torch.compile(model, backend="eager")
+    assert transform(call, **OPTIONS) is call
+    return model, call
+
+
+WAYS = [compiled_before, compiled_after, compiled_in_place, function_around, transformed_wrapper]
+
+
+@pytest.mark.parametrize("way", sample(WAYS, compiled_before, compiled_after))
+def test_streamed_under_another_compiler(way: Callable[[], tuple[Any, Any]]) -> None:
+    want_loss, want = step(build("llama", num_hidden_layers=1), BATCH)
+    model, call = way()
+    model.zero_grad()
+    output = call(**BATCH)
+    output.loss.backward()
+    assert output.logits is None and torch.allclose(output.loss.detach(), want_loss, rtol=1e-12)
+    got = gradients(model)
+    assert all(torch.allclose(got[n], g, rtol=1e-9, atol=1e-12) for n, g in want.items())
+    found = status(call) if isinstance(call, nn.Module) else status(model)
+    assert found.streamed and found.door == "transform" and found.streamed_steps == 1
+    assert found.schedule is not None and found.schedule.options.chunk == 16
+    with torch.no_grad():
+        assert call(**BATCH).logits is not None, "evaluation is the other compiler's"
+    restore(call if isinstance(call, nn.Module) else model)
+    assert call(**BATCH).logits is not None
+    assert status(model).door is None
+
+
+def test_where_a_graph_may_not_end_it_is_refused() -> None:
+    call = torch.compile(tiny(), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)streambp_fx.transform.*without fullgraph"):
+        call(**BATCH)
+
+
+def test_its_own_backend_takes_a_transformed_model_into_its_graph() -> None:
+    model = tiny()
+    train(torch.compile(model, backend="streambp", options=OPTIONS))
+    found = status(model)
+    assert found.streamed and found.streamed_steps == 2 and streambp_fx.schedule(model) is found.schedule
+
+
+# ---- what stays unstreamed is said once
+
+
+def test_evaluation_mode_is_said_if_it_is_differentiated() -> None:
+    model = tiny().eval()
+    model(**BATCH)
+    assert status(model).unstreamed_steps == 0, "nobody has asked for a gradient"
+    (said,) = train(model, 3)
+    assert "evaluation mode" in said and "model.train()" in said
+    found = status(model)
+    assert not found.streamed and found.unstreamed_steps == 3 and found.why_not == said
+
+
+def test_without_a_compiler() -> None:
+    model = tiny()
+    with torch.compiler.set_stance("force_eager"):
+        (said,) = train(model, 2)
+    assert "force_eager" in said and "unstreamed" in said
+    assert not train(model, 1)
+    found = status(model)
+    assert (found.streamed, found.streamed_steps, found.unstreamed_steps) == (True, 1, 2)
+    assert found.since_step == 3 and found.reasons == {said: 2} and found.why_not is None
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", None])
+def test_a_compiler_that_is_switched_off(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    want = step(build("llama", num_hidden_layers=1), BATCH)[0]
+    if name is not None:
+        monkeypatch.setenv(name, "1")
+    with torch._dynamo.config.patch(disable=name is None):
+        with pytest.warns(StreamBPWarning, match=rf"switched off by .*{name or 'disable'}"):
+            assert step(model, BATCH)[0].equal(want)
+        with pytest.raises(streambp_fx.CaptureError, match="switched off by"):
+            streambp_fx.explain(model, 64)
+
+
+def test_hidden_states_are_asked_for() -> None:
+    model = tiny()
+    train(model, 1)
+    assert train(model, 1, output_hidden_states=True)
+    found = status(model)
+    assert not found.streamed and found.since_step == 2 and "output_hidden_states" in (found.why_not or "")
+
+
+def test_memory_that_does_not_fit() -> None:
+    for options in ({"memory": "1KiB"}, {"memory": "1KiB", "chunk": 16, "loss_chunk": 16}):
+        model = transform(build("llama", num_hidden_layers=1), check="never", **options)
+        (said,) = train(model, 2)
+        assert "memory='1KiB' does not fit" in said and "KiB with store inputs" in said
+    assert not train(transform(build("llama", num_hidden_layers=1), memory="1GiB", check="never"), 1)
+
+
+def test_host_memory_of_the_cpu() -> None:
+    (said,) = train(tiny(offload="host"), 2)
+    assert 'offload="host" does nothing for a model on the CPU' in said and 'offload="disk"' in said
+
+
+def test_transforms_of_torch_func() -> None:
+    eager, model = build("llama", num_hidden_layers=1), tiny()
+    want = step(eager, BATCH)[1]
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (), dict(BATCH)).loss
+
+    with pytest.warns(StreamBPWarning, match=r"differentiated by torch\.func"):
+        got = torch.func.grad(loss)(dict(model.named_parameters()))
+    assert all(torch.allclose(got[n], g, rtol=1e-9, atol=1e-12) for n, g in want.items())
+    assert status(model).unstreamed_steps == 1
+
+
+# ---- status
+
+
+def test_status_of_what_was_never_streamed() -> None:
+    model = build("llama", num_hidden_layers=1)
+    found = status(model)
+    assert (found.door, found.streamed, found.since, found.schedule) == (None, False, None, None)
+    assert "neither transformed nor compiled" in (found.why_not or "")
+    transform(model.eval())
+    assert "evaluation mode" in (status(model).why_not or "")
+    with pytest.raises(TypeError, match="status needs"):
+        status("llama")  # type: ignore[arg-type]
+
+
+def test_status_as_text() -> None:
+    model = tiny()
+    train(model, 2)
+    text = str(status(model))
+    assert text.startswith("streamed by transform since 20") and "(training step 1)" in text
+    assert "2 streamed, 0 unstreamed" in text and "last schedule: Schedule of" in text
+
+
+def test_a_forward_that_was_put_over_it() -> None:
+    """The backbone streams, the loss head does not: the status says so."""
+    model = tiny()
+    model.forward = type(model).forward.__get__(model)
+    train(model, 1)
+    assert "LlamaModel" in (status(model).part or "") and "only a part" in str(status(model))
+
+
+class Other(nn.Module):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def test_a_forward_that_runs_past_it() -> None:
+    model = transform(Other())
+    streamed, model.forward = model.forward, lambda **batch: None
+    assert callable(streamed), "somebody keeps it"
+    assert "its forward is now" in (status(model).why_not or "")
+
+
+def test_steps_of_a_graph_that_is_not_streamed_are_counted() -> None:
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3))
+    call = torch.compile(model, backend="streambp")
+    call(torch.zeros(2, 9, dtype=torch.long)).sum().backward()
+    found = status(model)
+    assert found.door == "torch.compile" and found.unstreamed_steps == 1
+    assert "no op of the graph reads along" in (found.why_not or "")
