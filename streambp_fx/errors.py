@@ -16,7 +16,7 @@ class CompileError(StreamBPError):
 
 
 class InputError(StreamBPError, ValueError):
-    """A step that cannot be run with these weights; the message says which, and what to do."""
+    """A step that cannot be run with these weights or on this batch; the message says why."""
 
 
 class VerificationError(StreamBPError):

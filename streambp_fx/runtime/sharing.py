@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
-from ..errors import StreamBPError
+from ..errors import InputError
 from ..passes.graph.facts import Facts
 from ..passes.s6_schedule.program import flat
 from .lazy_tensors import Anew
@@ -27,10 +27,6 @@ OTHERS = (
     "the devices that share a sequence must be given the same batch: each takes its own rows of it. {what} "
     "differ between device {first} and device {other} of the mesh."
 )
-
-
-class DifferentInputsError(StreamBPError, ValueError):
-    """Devices that share a sequence were given different batches."""
 
 
 class Sharing:
@@ -61,7 +57,7 @@ class Sharing:
         """See that all devices are given the same.
 
         Raises:
-            DifferentInputsError: they are not.
+            InputError: they are not.
         """
         if not self.is_on:
             return
@@ -75,7 +71,7 @@ class Sharing:
         for column, what in enumerate(("Shapes of inputs", "Numbers in them")):
             others = [k for k, own in enumerate(found[:, column].tolist()) if own != found[0, column].item()]
             if others:
-                raise DifferentInputsError(OTHERS.format(what=what, first=0, other=others[0]))
+                raise InputError(OTHERS.format(what=what, first=0, other=others[0]))
 
     def prepare(self, frame: StepFrame) -> None:
         """Gradients of what the caller gives are summed: those that one instruction reads, together.

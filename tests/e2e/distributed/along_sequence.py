@@ -328,3 +328,22 @@ ENGINES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "fsdp2": _fsdp2,
     "ddp": lambda model, mesh: None,  # it is put over the transformed model
 }
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """What is said of batches that differ in numbers, then in shapes, and of logits that are read."""
+    mesh = init_device_mesh("cpu", (world,))
+    found = []
+    for ids in (torch.full((2, 20), rank), torch.zeros(2, 20 + rank, dtype=torch.long)):
+        model = streambp_fx.transform(built(Case()), chunk=8, mesh=mesh)
+        try:
+            model(input_ids=ids, labels=ids)
+        except streambp_fx.InputError as error:
+            found.append(str(error))
+    model = streambp_fx.transform(built(Case()), chunk=8, mesh=mesh, logits="lazy")
+    ids = batch(Case(), 0, 2)["input_ids"]
+    try:
+        model(input_ids=ids, labels=ids).logits.sum()
+    except RuntimeError as error:
+        found.append(str(error))
+    return found

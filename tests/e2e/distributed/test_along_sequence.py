@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from along_sequence import Case, Trained, by_one, shared
+from along_sequence import Case, Trained, by_one, refused, shared
 from in_processes import in_processes
+
+from streambp_fx import Options
 
 TOLERANCE = 1e-9
 
@@ -92,3 +94,20 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
         "scatter": 2 * layers * steps,
         "reduce": (layers + 2) * steps,
     }
+
+
+@pytest.mark.slow
+def test_what_is_refused(tmp_path: Path) -> None:
+    for numbers, shapes, logits in in_processes(tmp_path, 2, refused, 2):
+        assert "same batch" in numbers and "Numbers in them differ" in numbers
+        assert "Shapes of inputs differ between device 0 and device 1" in shapes
+        assert 'logits="keep"' in logits
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"mesh": 2}, "mesh must be a DeviceMesh"), ({"mesh": "cp"}, "mesh must be a DeviceMesh")],
+)
+def test_bad_meshes(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Options.parse(options)
