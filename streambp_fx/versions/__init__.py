@@ -21,8 +21,12 @@ class UnsupportedVersionError(ImportError):
     """A package (or Python itself) is missing or older than streambp-fx supports."""
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version string: "2.13.0+cpu" -> (2, 13, 0)."""
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version string: "2.13.0+cpu" -> (2, 13, 0).
+
+    Raises:
+        UnsupportedVersionError: it begins with no number.
+    """
     match = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
     if match is None:
         raise UnsupportedVersionError(f"cannot read a version number from {version!r}")
@@ -43,7 +47,7 @@ def require(name: str, found: str | None, minimum: str) -> None:
     title = _TITLES.get(name, name)
     if found is None:
         raise UnsupportedVersionError(f"streambp-fx needs {title} >= {minimum}, but it is not installed")
-    have, need = _release(found), _release(minimum)
+    have, need = release(found), release(minimum)
     width = max(len(have), len(need))
     if have + (0,) * (width - len(have)) >= need + (0,) * (width - len(need)):
         return
