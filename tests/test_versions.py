@@ -49,8 +49,10 @@ def test_too_old(name, found, minimum):
 
 
 def test_the_message_names_the_tested_version():
-    with pytest.raises(ImportError, match=r"needs PyTorch >= 2\.9 \(tested with 2\.13\), but found 2\.1\.0"):
-        require("torch", "2.1.0", MINIMUM["torch"])
+    with pytest.raises(
+        ImportError, match=r"needs PyTorch >= 2\.11 \(tested with 2\.13\), but found 2\.10\.0"
+    ):
+        require("torch", "2.10.0", MINIMUM["torch"])
 
 
 def test_missing_and_unreadable():

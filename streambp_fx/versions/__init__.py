@@ -11,7 +11,7 @@ import platform
 import re
 
 #: Oldest versions that are accepted, and the ones that the tests are run with.
-MINIMUM = {"python": "3.10", "torch": "2.9", "transformers": "5"}
+MINIMUM = {"python": "3.10", "torch": "2.11", "transformers": "5"}
 TESTED = {"python": "3.11", "torch": "2.13", "transformers": "5.23"}
 
 _TITLES = {"python": "Python", "torch": "PyTorch", "transformers": "transformers"}

@@ -43,6 +43,7 @@ DIFFERENCES = (
     Difference("fsdp_groups", "torch", "2.12"),
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
+    Difference("checkpoint_layers", "transformers", "5.23"),
     Difference("recording_module", "transformers", "5.2"),
 )
 
@@ -111,3 +112,15 @@ def recording_module() -> ModuleType | None:
         return importlib.import_module("transformers.utils.output_capturing")
     except ModuleNotFoundError:
         return None
+
+
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Have the layers of a model of transformers checkpoint themselves. Before 5.23 that has another name.
+
+    Args:
+        model: a `PreTrainedModel`.
+        options: what newer versions take besides, as `offload`.
+    """
+    name = "activation_checkpointing_enable"
+    switch = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
+    switch({"use_reentrant": False}, **options)
