@@ -18,7 +18,6 @@ from torch import nn
 
 from ..dynamo.copied_functions import copy_of
 from ..dynamo.this_backend import is_traced_for_us
-from ..versions.differences import has_grouped_product
 
 log = logging.getLogger(__name__)
 FORMS = "transformers.integrations.moe"
@@ -50,7 +49,7 @@ def declare_experts(modules: Iterable[nn.Module]) -> bool:
             agrees = False
         _tried[_state(module)] = agrees
         if agrees and loop not in _captured:
-            _capture_as(loop, forms[CAPTURED], forms[TRIED])
+            _capture_as(loop, forms[CAPTURED])
             _captured.add(loop)
         found |= agrees
     return found
@@ -62,13 +61,12 @@ def _forms() -> Mapping[str, Any]:
     return known if {TRIED, CAPTURED} <= set(known) else {}
 
 
-def _capture_as(loop: types.FunctionType, product: Callable[..., Any], other: Callable[..., Any]) -> None:
-    """As `product`, or as `other` in a dtype that it does not have."""
+def _capture_as(loop: types.FunctionType, product: Callable[..., Any]) -> None:
     same = copy_of(loop)
 
     def stands_in(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_traced_for_us() and _is_captured(self):
-            return (product if _has_product(self) else other)(self, *args, **kwargs)
+            return product(self, *args, **kwargs)
         return same(self, *args, **kwargs)
 
     torch._dynamo.substitute_in_graph(loop, skip_signature_check=True)(stands_in)
@@ -77,11 +75,6 @@ def _capture_as(loop: types.FunctionType, product: Callable[..., Any], other: Ca
 @torch._dynamo.assume_constant_result
 def _is_captured(module: nn.Module) -> bool:
     return _tried.get(_state(module), False)
-
-
-@torch._dynamo.assume_constant_result
-def _has_product(module: nn.Module) -> bool:
-    return has_grouped_product(next(p.dtype for p in module.parameters() if p.is_floating_point()))
 
 
 def _state(module: nn.Module) -> Hashable:

@@ -44,7 +44,6 @@ DIFFERENCES = (
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
     Difference("checkpoint_layers", "transformers", "5.23"),
-    Difference("has_grouped_product", "transformers", "5.3"),
     Difference("recording_module", "transformers", "5.2"),
 )
 
@@ -113,17 +112,6 @@ def recording_module() -> ModuleType | None:
         return importlib.import_module("transformers.utils.output_capturing")
     except ModuleNotFoundError:
         return None
-
-
-def has_grouped_product(dtype: torch.dtype) -> bool:
-    """True if transformers' grouped product of experts runs, and can be captured, in a dtype.
-
-    Before 5.3 it is PyTorch's op alone, which has no float64, and which PyTorch 2.13 and older capture in
-    bfloat16 only.
-    """
-    from transformers.integrations import moe
-
-    return dtype is torch.bfloat16 or hasattr(moe, "_grouped_mm_fallback")
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from e2e_check import assert_all_chunked, assert_close_grads, compare, grads, in_double, pair, step, transform
 from e2e_models import CHUNK, LOSS_CHUNK, build, padded, perturb, plain, sample
 from transformers import LlamaConfig
+from transformers.integrations import moe
 
 import streambp_fx
 from benchmarks.families import configs
@@ -26,7 +27,6 @@ from benchmarks.families.worker import plain_experts
 from streambp_fx.cli import main
 from streambp_fx.passes.s4_trace.vjp import without_saved_tensors_hooks
 from streambp_fx.passes.s5_lower import programs
-from streambp_fx.versions.differences import has_grouped_product
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
 #: Plain attention; windows; learned positions and biases; experts; experts with sinks; a recurrence.
@@ -48,7 +48,7 @@ def model_of(family: str) -> Any:
         return build(family)
     model = configs.build(family).double()
     perturb(model, 1)
-    if not has_grouped_product(torch.float64):
+    if not hasattr(moe, "_grouped_mm_fallback"):  # before transformers 5.3
         plain_experts(model)  # what it has by default has no kernel for float64
     return model
 
