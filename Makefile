@@ -1,4 +1,4 @@
-# make demo | test | test-all | golden | mutants | check | format | bench | bench-check | docs | release-check | clean
+# make demo | test | test-all | golden | mutants | compat | check | format | bench | bench-check | docs | release-check | clean
 # On a fresh machine each of them first makes .venv and installs what is needed.
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test test-all golden mutants check format bench bench-check docs release-check clean install
+.PHONY: demo test test-all golden mutants compat check format bench bench-check docs release-check clean install
 
 install: $(STAMP)
 
@@ -49,6 +49,11 @@ golden: $(STAMP)
 # Wrong changes to the compiler, one at a time: do the tests notice? A night for the default sample.
 mutants: $(STAMP)
 	@cd tests && OMP_NUM_THREADS=1 ../$(BIN)/python -m mutants --workers $(WORKERS) $(ARGS)
+
+# The same tests with other versions of Python, PyTorch, transformers and TRL, and docs/versions.md: see tests/compat.
+# It needs nothing but a Python (and takes uv where it is installed).
+compat:
+	@cd tests && $(PYTHON) -m compat $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streambp_fx.measure.step import MODES, StepSpec
 from streambp_fx.measure.worker import Step, build_step
+from streambp_fx.versions.differences import checkpoint_layers
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ def build(model: nn.Module, spec: StepSpec) -> Step:
 
 def enable_checkpointing(model: Any, offload: bool) -> None:
     """Checkpoint every layer; with `offload`, what is kept lies in pinned host memory meanwhile."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False}, **({"offload": True} if offload else {}))
+    checkpoint_layers(model, **({"offload": True} if offload else {}))
 
 
 def _whole(call: Any) -> Step:

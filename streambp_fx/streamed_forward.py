@@ -47,6 +47,7 @@ from .runtime.parameter_groups import NotSupported, ShardedParameters
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced
+from .versions.differences import ignoring
 
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
 RECOMPILE_LIMIT = 64
@@ -262,13 +263,12 @@ class StreamedForward(UnstreamedSteps):
         drop = self.options.logits == "drop" and given.get("labels") is not None
         widths = tuple(sorted(vocabularies(self.model))) if drop else ()
         settings = torch._dynamo.config.patch(
-            ignore_logging_functions=set(LOGGERS),
             allow_unspec_int_on_nn_module=True,
             recompile_limit=RECOMPILE_LIMIT,
             optimize_ddp=False,  # it would cut the graph where a bucket ends
         )
         try:
-            with settings, self._first_announced():
+            with ignoring(LOGGERS), settings, self._first_announced():
                 output = rebuilt(*self._compiled(given.positional, given.keywords, widths))
                 return without_lazy(output, self.model) if self.options.logits == "drop" else output
         except torch._dynamo.exc.TorchDynamoException as error:

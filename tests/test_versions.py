@@ -4,7 +4,15 @@ import re
 
 import pytest
 
-from streambp_fx.versions import MINIMUM, TESTED, UnsupportedVersionError, check_versions, require
+from streambp_fx.versions import (
+    MINIMUM,
+    TESTED,
+    UnsupportedVersionError,
+    check_versions,
+    differences,
+    release,
+    require,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +49,10 @@ def test_too_old(name, found, minimum):
 
 
 def test_the_message_names_the_tested_version():
-    with pytest.raises(ImportError, match=r"needs PyTorch >= 2\.9 \(tested with 2\.13\), but found 2\.1\.0"):
-        require("torch", "2.1.0", MINIMUM["torch"])
+    with pytest.raises(
+        ImportError, match=r"needs PyTorch >= 2\.11 \(tested with 2\.13\), but found 2\.10\.0"
+    ):
+        require("torch", "2.10.0", MINIMUM["torch"])
 
 
 def test_missing_and_unreadable():
@@ -61,3 +71,13 @@ def test_check_names_what_is_too_old(monkeypatch):
     monkeypatch.setitem(MINIMUM, "transformers", "999")
     with pytest.raises(UnsupportedVersionError, match="transformers >= 999"):
         check_versions()
+
+
+@pytest.mark.parametrize("difference", differences.DIFFERENCES, ids=lambda d: d.name)
+def test_what_differs_has_not_outlived_its_versions(difference):
+    """Fails where the oldest version that is supported has what only newer ones had: the old way can go."""
+    assert hasattr(differences, difference.name)
+    oldest = release(MINIMUM[difference.library])
+    assert oldest < release(difference.since), (
+        f"{difference.name}: only the way of {difference.since} is left"
+    )

@@ -123,5 +123,4 @@ class Lengths:
 def values_of(size: torch.SymInt) -> dict[sympy.Symbol, int]:
     """The values that the symbols of a size had when it was traced."""
     env = size.node.shape_env
-    known = getattr(env, "backed_var_to_val", None) or env.var_to_val
-    return {s: int(known[s]) for s in size.node.expr.free_symbols}
+    return {s: int(env.backed_var_to_val[s]) for s in size.node.expr.free_symbols}

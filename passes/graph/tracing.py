@@ -18,6 +18,8 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx import Graph, GraphModule, Tracer
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
+from ...versions.differences import symbolic_sizes
+
 
 def trace(function: Callable[..., Any], *inputs: Any, pre_dispatch: bool = False) -> GraphModule:
     """The ops that a function runs on these inputs, as a graph.
@@ -29,7 +31,8 @@ def trace(function: Callable[..., Any], *inputs: Any, pre_dispatch: bool = False
         inputs: tensors, fake ones where the graph is to be symbolic, and numbers.
         pre_dispatch: record ops above autograd, where `linear` is one op.
     """
-    with compile_lock, _unseen_by_other_threads(), torch.autograd.set_detect_anomaly(False):
+    quiet = torch.autograd.set_detect_anomaly(False)
+    with compile_lock, _unseen_by_other_threads(), quiet, symbolic_sizes():
         return make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")(*inputs)
 
 

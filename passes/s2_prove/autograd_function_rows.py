@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ...versions.differences import symbolic_sizes
 from ..graph.autograd_functions import CustomFunction, Retrace
 from ..graph.facts import CapturedGraph, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
 from ..graph.fake_values import Environment
@@ -75,7 +76,7 @@ class FunctionCall:
     def _traced(self) -> CapturedGraph:
         environment = Environment(self.facts.values)
         given = [environment.like(a.meta["val"] if isinstance(a, Node) else a) for a in self.node.args]
-        with environment.mode, torch.no_grad():
+        with environment.mode, torch.no_grad(), symbolic_sizes():
             made = _leaves(Retrace(self.function.forward).run(*given)[0])
             self.outputs = len(made)
             cotangents = [torch.empty_like(o) for o in made]

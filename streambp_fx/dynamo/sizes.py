@@ -20,9 +20,10 @@ from torch.fx import GraphModule, Node
 
 from ..passes.s1_capture.capture import float_symbol
 from ..passes.s1_capture.sequence_length import is_called, lengths_read
+from ..versions.differences import DYNAMIC_DIMS
 
 # Set on an input tensor; read by Dynamo, and no guard depends on it.
-MARK = "_dynamo_propagated_dynamic_indices"
+MARK = DYNAMIC_DIMS
 OURS = "_streambp_declared"
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..models.loading import load_model, random_tokens
+from ..versions.differences import checkpoint_layers
 from .step import WHATS, Measurement, StepSpec, measure_step, turn, use_default_allocator
 
 Emit = Callable[..., None]
@@ -69,7 +70,7 @@ def set_mode(model: nn.Module, spec: StepSpec) -> None:
     """Make `model` train in the way that `spec.mode` names."""
     model.train()
     if spec.mode == "checkpointing":
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_layers(model)
     elif spec.mode == "streamed":
         import streambp_fx
 

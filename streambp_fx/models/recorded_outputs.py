@@ -7,7 +7,6 @@ While Dynamo traces for this project they are put there without being traced.
 from __future__ import annotations
 
 import functools
-import importlib
 import types
 
 import torch
@@ -15,16 +14,12 @@ from torch import nn
 
 from ..dynamo.copied_functions import copy_of
 from ..dynamo.this_backend import is_traced_for_us
-
-RECORDING = "transformers.utils.output_capturing"
+from ..versions.differences import recording_module
 
 
 def trace_recorders() -> None:
     """Let Dynamo trace models that record what is within them."""
-    try:
-        recording = importlib.import_module(RECORDING)
-    except ModuleNotFoundError:  # a version that records in another way
-        return
+    recording = recording_module()
     install = getattr(recording, "maybe_install_capturing_hooks", None)
     if isinstance(install, types.FunctionType):
         _trace(install)

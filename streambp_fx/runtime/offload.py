@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OffloadError
+from ..versions.differences import offload_ops
 
 
 class Stored:
@@ -168,13 +169,12 @@ class HostStore(Store):
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__(resident)
-        try:
-            from torch._functorch._activation_offloading import offload_ops
-        except ImportError as error:
+        ops = offload_ops()
+        if ops is None:
             raise OffloadError(
                 f'offload="host" needs the offload ops of PyTorch 2.12 or later; this is {torch.__version__}'
-            ) from error
-        self.ops = offload_ops
+            )
+        self.ops: Any = ops
         self.leaving: list[tuple[int, Tensor, Tensor]] = []
 
     def settle(self, group: int) -> None:

@@ -1,6 +1,6 @@
 """FSDP2 (`torch.distributed.fsdp.fully_shard`): the groups of a model, by what its hooks call.
 
-Every difference between versions of PyTorch is in here. What is called has been there since 2.6:
+What is called has been there since 2.6:
 `FSDPState._pre_forward`, `_post_forward` and `_pre_backward`, `FSDPParamGroup.post_backward`, and of
 `FSDPParam` what makes a parameter of full size.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.parameter_groups import NotSupported, ParameterGroup, ShardedParameters
+from ..versions.differences import fsdp_groups
 
 MODULE = "torch.distributed.fsdp"
 
@@ -65,9 +66,7 @@ class FSDP2Group(ParameterGroup):
 
     @property
     def _groups(self) -> list[Any]:
-        own = getattr(self._state, "_fsdp_param_groups", None)  # one before 2.12
-        found = [self._state._fsdp_param_group] if own is None else own
-        return [g for g in found if g is not None]
+        return fsdp_groups(self._state)
 
     @property
     def _params(self) -> list[Any]:

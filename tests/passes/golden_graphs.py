@@ -268,7 +268,7 @@ def listed(values: Iterable[Any]) -> str:
 
 # ---- programs of chunks
 
-# Before 2.13 the rows of a chunk become a number where `torch.func` differentiates it.
+# Before 2.13 PyTorch's Python code for composite ops is traced (`versions.differences.symbolic_sizes`).
 needs_symbols = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="traces of older versions are others"
 )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...passes.graph.facts import Axis
+from ...versions.differences import collective
 
 Size = Callable[[sympy.Expr], int]
 Span = tuple[int, int]
@@ -46,14 +47,12 @@ def is_alone() -> bool:
 
 def all_gather(into: Tensor, value: Tensor, group: Any) -> None:
     """PyTorch's all-gather of tensors of the same shape and dtype, along dim 0."""
-    own = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before 2.13
-    own(into, value, group=group)
+    collective("all_gather")(into, value, group=group)
 
 
 def reduce_scatter(into: Tensor, value: Tensor, group: Any) -> None:
     """PyTorch's reduce-scatter of tensors of the same shape and dtype, along dim 0; a sum."""
-    own = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before 2.13
-    own(into, value, group=group)
+    collective("reduce_scatter")(into, value, group=group)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from e2e_models import CHUNK, LOSS_CHUNK, build, padded, plain, sample
 
 import streambp_fx
 from streambp_fx import backend
+from streambp_fx.versions.differences import checkpoint_layers
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
 
@@ -201,7 +202,7 @@ def test_checkpointing_is_taken_over() -> None:
     """Regions that the model checkpoints are streamed like any other; nothing is recomputed twice."""
     eager = build("llama")
     model = copy.deepcopy(eager)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model)
     check(eager, model, compiled(model), plain(2, 67))
     segments = streambp_fx.schedule(model).segments
     assert [s.kind for s in segments] == ["whole", "layer", "layer", "rows"]

@@ -11,7 +11,7 @@ import platform
 import re
 
 #: Oldest versions that are accepted, and the ones that the tests are run with.
-MINIMUM = {"python": "3.10", "torch": "2.9", "transformers": "5"}
+MINIMUM = {"python": "3.10", "torch": "2.11", "transformers": "5"}
 TESTED = {"python": "3.11", "torch": "2.13", "transformers": "5.23"}
 
 _TITLES = {"python": "Python", "torch": "PyTorch", "transformers": "transformers"}
@@ -21,8 +21,12 @@ class UnsupportedVersionError(ImportError):
     """A package (or Python itself) is missing or older than streambp-fx supports."""
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version string: "2.13.0+cpu" -> (2, 13, 0)."""
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version string: "2.13.0+cpu" -> (2, 13, 0).
+
+    Raises:
+        UnsupportedVersionError: it begins with no number.
+    """
     match = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
     if match is None:
         raise UnsupportedVersionError(f"cannot read a version number from {version!r}")
@@ -43,7 +47,7 @@ def require(name: str, found: str | None, minimum: str) -> None:
     title = _TITLES.get(name, name)
     if found is None:
         raise UnsupportedVersionError(f"streambp-fx needs {title} >= {minimum}, but it is not installed")
-    have, need = _release(found), _release(minimum)
+    have, need = release(found), release(minimum)
     width = max(len(have), len(need))
     if have + (0,) * (width - len(have)) >= need + (0,) * (width - len(need)):
         return

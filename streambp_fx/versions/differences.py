@@ -1,0 +1,138 @@
+"""What differs between versions of PyTorch and transformers: all of it is in here, and when it can go.
+
+`DIFFERENCES` lists the functions below with the version from which on the new way is always there. Once the
+oldest version that is supported (`MINIMUM`) has reached that, tests/test_versions.py fails and names
+what can go. What was tried with which versions is in docs/versions.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+
+from . import release
+
+TORCH = release(torch.__version__)
+
+
+class Difference(NamedTuple):
+    """Something that is done in another way with older versions.
+
+    Attributes:
+        name: of the function or constant in this module.
+        library: "torch" or "transformers".
+        since: the release from which on the new way is there. When the oldest that is supported has reached
+            it, the old way can go.
+    """
+
+    name: str
+    library: str
+    since: str
+
+
+DIFFERENCES = (
+    Difference("ignoring", "torch", "2.12"),
+    Difference("offload_ops", "torch", "2.12"),
+    Difference("fsdp_groups", "torch", "2.12"),
+    Difference("DYNAMIC_DIMS", "torch", "2.13"),
+    Difference("symbolic_sizes", "torch", "2.13"),
+    Difference("collective", "torch", "2.13"),
+    Difference("checkpoint_layers", "transformers", "5.23"),
+    Difference("recording_module", "transformers", "5.2"),
+)
+
+#: Attribute of a tensor whose sizes in these dims Dynamo takes for symbols. No guard depends on it: before
+#: 2.13 no guard depended on what `maybe_mark_dynamic` sets, either.
+DYNAMIC_DIMS = "_dynamo_propagated_dynamic_indices" if TORCH >= (2, 13) else "_dynamo_weak_dynamic_indices"
+
+
+@contextlib.contextmanager
+def ignoring(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """Within: Dynamo leaves calls of these functions out of what it captures.
+
+    PyTorch 2.11 writes its settings to a log after each compilation, and cannot write functions: it would
+    print an error of 17 lines.
+
+    Args:
+        functions: they only write to a log, and return nothing that is read.
+    """
+    if TORCH < (2, 12):
+        _log_settings_without_functions()
+    with torch._dynamo.config.patch(ignore_logging_functions=set(functions)):
+        yield
+
+
+@functools.cache
+def _log_settings_without_functions() -> None:
+    from torch._dynamo import utils
+
+    settings = utils._get_dynamo_config_for_logging
+
+    def logged() -> str | None:
+        with torch._dynamo.config.patch(ignore_logging_functions=set()):
+            return settings()
+
+    utils._get_dynamo_config_for_logging = logged
+
+
+def symbolic_sizes() -> contextlib.AbstractContextManager[Any]:
+    """Within: ops that are made of other ops leave sizes symbols.
+
+    Before 2.13 some of them ask for numbers in C++ (`linear`, `matmul`, all under `torch.func`), unless
+    PyTorch's Python code for them is asked for. A program that has numbers serves chunks of one length only.
+    """
+    return contextlib.nullcontext() if TORCH >= (2, 13) else enable_python_dispatcher()
+
+
+def offload_ops() -> ModuleType | None:
+    """PyTorch's ops that copy to host memory and back beside the computation; None before 2.12."""
+    try:
+        from torch._functorch._activation_offloading import offload_ops as found
+    except ImportError:
+        return None
+    return found
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters of an `FSDPState`: before 2.12 there is one, or none."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if several is None else several
+    return [g for g in found if g is not None]
+
+
+def recording_module() -> ModuleType | None:
+    """Where transformers records values within a model that a caller asks for; None before 5.2."""
+    try:
+        return importlib.import_module("transformers.utils.output_capturing")
+    except ModuleNotFoundError:
+        return None
+
+
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Have the layers of a model of transformers checkpoint themselves. Before 5.23 that has another name.
+
+    Args:
+        model: a `PreTrainedModel`.
+        options: what newer versions take besides, as `offload`.
+    """
+    name = "activation_checkpointing_enable"
+    switch = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
+    switch({"use_reentrant": False}, **options)
+
+
+def collective(name: str) -> Callable[..., Any]:
+    """A collective of `torch.distributed` whose result is one tensor.
+
+    Args:
+        name: "all_gather" or "reduce_scatter".
+    """
+    before = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    found: Callable[..., Any] | None = getattr(torch.distributed, f"{name}_single", None)
+    return found if found is not None else getattr(torch.distributed, before[name])  # type: ignore[no-any-return]
