@@ -46,8 +46,8 @@ class Sharing:
 
     @property
     def is_on(self) -> bool:
-        """What runs now is shared."""
-        return self.group is not None and not is_alone()
+        """What runs now is shared: a step in training, on all devices. An evaluation may be of one alone."""
+        return self.group is not None and torch.is_grad_enabled() and not is_alone()
 
     def rows(self, tokens: int) -> OwnRows | None:
         """Whose rows of a sequence are whose; None if all are this device's."""

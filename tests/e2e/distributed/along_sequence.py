@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from in_processes import counted
+from in_processes import called
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -66,12 +67,14 @@ class Trained:
         losses: of the steps.
         gradients: of the last one, by name.
         collectives: of all steps, by kind.
+        sent: bytes of what is gathered or summed, by kind.
         chunked, segments: how many segments run by chunks, of how many.
     """
 
     losses: list[float]
     gradients: dict[str, Tensor | None]
     collectives: dict[str, int]
+    sent: dict[str, int] = field(default_factory=dict)
     chunked: int = 0
     segments: int = 0
 
@@ -268,7 +271,7 @@ def trained(case: Case, model: nn.Module, part: slice) -> Trained:
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = Trained([], {}, {})
-    with true_double(model), counted() as collectives:
+    with true_double(model), called() as calls:
         for step in range(STEPS):
             optimizer.zero_grad()
             inputs = {k: v[part] for k, v in batch(case, step, 2 * case.data).items()}
@@ -278,7 +281,9 @@ def trained(case: Case, model: nn.Module, part: slice) -> Trained:
             optimizer.step()
     for name, parameter in model.named_parameters():
         found.gradients[name] = None if parameter.grad is None else _full(parameter.grad).clone()
-    found.collectives = dict(collectives)
+    found.collectives = dict(Counter(kind for kind, _ in calls))
+    for kind, size in calls:
+        found.sent[kind] = found.sent.get(kind, 0) + size
     return found
 
 

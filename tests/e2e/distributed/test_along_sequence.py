@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from along_sequence import Case, Trained, by_one, refused, shared
+from along_sequence import Case, Trained, built, by_one, refused, shared
 from in_processes import in_processes
 
 from streambp_fx import Options
@@ -85,14 +85,27 @@ def test_four_devices(case: Case, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1000, 16, 2])
 def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
-    """Of a layer: keys and values, forwards and backwards, and their gradients; then its parameters."""
-    found = _check(Case(options={"chunk": chunk}), 2, tmp_path)
-    layers, steps = 3, 2
+    """Of a layer: keys and values, forwards and backwards, and their gradients; then its parameters.
+
+    How many bytes that is stands in docs/decisions/0030-rows-on-several-devices.md.
+    """
+    case = Case(tokens=64, options={"chunk": chunk})
+    found = _check(case, 2, tmp_path)
+    layers, steps, devices, samples, number = 3, 2, 2, 2, 8
     agreed, head = steps, steps
     assert found[0].collectives == {
         "gather": 2 * 2 * layers * steps + agreed + head,
         "scatter": 2 * layers * steps,
         "reduce": (layers + 2) * steps,
+    }
+    rows = 64  # the second step has 63; a device that has one fewer than the other sends one of zeros
+    state = 2 * samples * rows * 16 * number  # keys and values of two heads of eight
+    losses, inputs = samples * rows * number, devices * 2 * 8
+    parameters = sum(p.numel() for p in built(case).parameters()) * number
+    assert found[0].sent == {
+        "gather": (2 * state * layers + losses + inputs) * steps,
+        "scatter": state * layers * steps,
+        "reduce": parameters * steps,
     }
 
 
