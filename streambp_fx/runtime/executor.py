@@ -80,7 +80,7 @@ class Executor:
         self.asked = MaskQuestions(facts, self.parts.masks)
         self.padding = Padding(self)
         self._steps: dict[tuple[frozenset[int], bool, bool, bool], StepProgram] = {}
-        self.shares = Sharing(options.mesh, facts, self.runners)
+        self.shares = Sharing(options.mesh, facts, self.runners, self.parts.random)
 
     @property
     def sweeps(self) -> int:
@@ -190,7 +190,7 @@ class Executor:
     def _prepared(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> Prepared:
         """Ask the data what decides how the step runs: in time linear in the sequence."""
         values, sizes = self.begin(inputs)
-        self.shares.agree(inputs)
+        self.shares.agree(inputs, stored=self.stored is not None)
         step, questions = self._step(sizes, rows, loss_rows), Questions()
         self._note(step)
         fetch = functools.partial(self.value, values=values, sizes=sizes)

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..passes.graph.facts import Facts
 from ..passes.s6_schedule.program import flat
 from .lazy_tensors import Anew
-from .segments.own_rows import OwnRows, all_gather, is_alone
+from .segments.own_rows import OwnRows, all_gather, as_numbers, is_alone
 from .segments.segment_runner import SegmentRunner
 from .shared_values import CountedOnce, Summed
 from .step_interpreter import StepFrame
@@ -24,8 +24,15 @@ NOT_READ = (
     'within the model (labels=...), or have all logits on each device: logits="keep".'
 )
 OTHERS = (
-    "the devices that share a sequence must be given the same batch: each takes its own rows of it. {what} "
-    "differ between device {first} and device {other} of the mesh."
+    "the devices that share a sequence must have the same weights and be given the same batch: each takes "
+    "its own rows of it. {what} differ between device 0 and device {other} of the mesh."
+)
+#: What is compared.
+COMPARED = (
+    "Shapes of inputs",
+    "Numbers in the inputs",
+    "Weights",
+    "States of the random generators (of a model that draws numbers: call torch.manual_seed on all alike)",
 )
 
 
@@ -35,10 +42,13 @@ class Sharing:
     Args:
         mesh: a device mesh of one dim; None: they are not.
         facts, runners: of the graph; the runners by segment, None for one that always runs whole.
+        random: the model draws random numbers.
     """
 
-    def __init__(self, mesh: Any, facts: Facts, runners: Sequence[SegmentRunner | None]) -> None:
-        self.facts = facts
+    def __init__(
+        self, mesh: Any, facts: Facts, runners: Sequence[SegmentRunner | None], random: bool
+    ) -> None:
+        self.facts, self.random, self._weights_agree = facts, random, False
         self.group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
         self.in_turn = any(r is not None and r.programs.in_turn for r in runners)
         made = {n for s in facts.segments for n in s.outputs}
@@ -53,25 +63,35 @@ class Sharing:
         """Whose rows of a sequence are whose; None if all are this device's."""
         return OwnRows(self.group, tokens, self.in_turn) if self.is_on else None
 
-    def agree(self, inputs: Iterable[Any]) -> None:
+    def agree(self, inputs: Iterable[Any], stored: bool = False) -> None:
         """See that all devices are given the same.
+
+        Args:
+            inputs: of the graph, parameters among them.
+            stored: memory of parameters need not be there.
 
         Raises:
             InputError: they are not.
         """
         if not self.is_on:
             return
-        tensors = [v for v in inputs if isinstance(v, Tensor) and not isinstance(v, torch.nn.Parameter)]
-        shapes = hash(tuple(tuple(v.shape) for v in tensors)) % 2**53
-        numbers = torch.tensor([shapes, _digest(tensors)], dtype=torch.int64)
+        tensors = [v for v in inputs if isinstance(v, Tensor)]
+        data = [v for v in tensors if not isinstance(v, torch.nn.Parameter)]
+        weights = [v for v in tensors if isinstance(v, torch.nn.Parameter)]
+        weights = [] if stored or self._weights_agree else weights
         device = tensors[0].device if tensors else torch.device("cpu")
-        flat = torch.empty(dist.get_world_size(self.group) * 2, dtype=torch.int64, device=device)
+        shapes = hash(tuple(tuple(v.shape) for v in tensors)) % 2**53
+        states = _random_states(device) if self.random else []
+        numbers = torch.tensor([shapes, _digest(data), _digest(weights), _digest(states)], dtype=torch.int64)
+        size = dist.get_world_size(self.group) * len(COMPARED)
+        flat = torch.empty(size, dtype=torch.int64, device=device)
         all_gather(flat, numbers.to(device), self.group)
-        found = flat.view(-1, 2)
-        for column, what in enumerate(("Shapes of inputs", "Numbers in them")):
+        found = flat.view(-1, len(COMPARED))
+        for column, what in enumerate(COMPARED):
             others = [k for k, own in enumerate(found[:, column].tolist()) if own != found[0, column].item()]
             if others:
-                raise InputError(OTHERS.format(what=what, first=0, other=others[0]))
+                raise InputError(OTHERS.format(what=what, other=others[0]))
+        self._weights_agree = True
 
     def prepare(self, frame: StepFrame) -> None:
         """Gradients of what the caller gives are summed: those that one instruction reads, together.
@@ -107,12 +127,22 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
+def _random_states(device: torch.device) -> list[Tensor]:
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
+
+
 def _digest(tensors: Sequence[Tensor]) -> int:
-    """A number that differs, as good as always, where numbers in integer tensors do."""
+    """A number that differs, as good as always, where numbers in the tensors do."""
     total = 0
     for value in tensors:
-        if value.dtype in (torch.int64, torch.int32, torch.bool) and value.numel():
-            flat = value.detach().reshape(-1).to(torch.int64)
+        if not value.numel():
+            continue
+        flat = as_numbers(value.detach()).reshape(-1)
+        if flat.dtype.is_floating_point:
+            found = int(flat.double().sum().view(torch.int64))
+        else:
             weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 2654435761 % 1000003
-            total = (total * 31 + int((flat * weights).sum())) % 2**53
+            found = int((flat.to(torch.int64) * weights).sum())
+        total = (total * 31 + found) % 2**53
     return total

@@ -323,26 +323,38 @@ def shared(rank: int, world: int, case: Case) -> Trained:
     return found
 
 
-def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> None:
+def _fsdp2(model: nn.Module, mesh: DeviceMesh, over: str = "dp") -> None:
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh[over])
+    fully_shard(model, mesh=mesh[over])
 
 
 ENGINES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "fsdp2": _fsdp2,
+    "fsdp2 over the sequence": lambda model, mesh: _fsdp2(model, mesh, "cp"),
     "ddp": lambda model, mesh: None,  # it is put over the transformed model
 }
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What is said of batches that differ in numbers, then in shapes, and of logits that are read."""
+    """What is said of batches that differ in numbers, then in shapes; of weights; of logits that are read."""
     mesh = init_device_mesh("cpu", (world,))
     found = []
     for ids in (torch.full((2, 20), rank), torch.zeros(2, 20 + rank, dtype=torch.long)):
         model = streambp_fx.transform(built(Case()), chunk=8, mesh=mesh)
         try:
             model(input_ids=ids, labels=ids)
+        except streambp_fx.InputError as error:
+            found.append(str(error))
+    ids = torch.zeros(2, 20, dtype=torch.long)
+    others = built(Case())
+    with torch.no_grad():
+        others.lm_head.weight[3, 4] += rank
+    drawing = _dense(attention_dropout=0.1).double().train()
+    torch.manual_seed(rank)
+    for model in (others, drawing):
+        try:
+            streambp_fx.transform(model, chunk=8, mesh=mesh)(input_ids=ids, labels=ids)
         except streambp_fx.InputError as error:
             found.append(str(error))
     model = streambp_fx.transform(built(Case()), chunk=8, mesh=mesh, logits="lazy")

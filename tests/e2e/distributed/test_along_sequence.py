@@ -56,6 +56,7 @@ SLOW = [
     Case("hybrid", options={"every": 2}),
     Case(options={"chunk": "auto", "policy": "auto"}),
     Case(tokens=3),
+    Case("tied", engine="fsdp2 over the sequence"),
 ]
 
 
@@ -100,7 +101,7 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
     }
     rows = 64  # the second step has 63; a device that has one fewer than the other sends one of zeros
     state = 2 * samples * rows * 16 * number  # keys and values of two heads of eight
-    losses, inputs = samples * rows * number, devices * 2 * 8
+    losses, inputs = samples * rows * number, devices * 4 * 8
     parameters = sum(p.numel() for p in built(case).parameters()) * number
     assert found[0].sent == {
         "gather": (2 * state * layers + losses + inputs) * steps,
@@ -111,8 +112,9 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_refused(tmp_path: Path) -> None:
-    for numbers, shapes, logits in in_processes(tmp_path, 2, refused, 2):
-        assert "same batch" in numbers and "Numbers in them differ" in numbers
+    for numbers, shapes, weights, draws, logits in in_processes(tmp_path, 2, refused, 2):
+        assert "same batch" in numbers and "Numbers in the inputs differ" in numbers
+        assert "Weights differ" in weights and "torch.manual_seed" in draws
         assert "Shapes of inputs differ between device 0 and device 1" in shapes
         assert 'logits="keep"' in logits
 
