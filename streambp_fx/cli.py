@@ -187,6 +187,13 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--memory", "--gpu-memory", metavar="SIZE", help="of the device, or of each, for example 80GiB"
     )
+    plan.add_argument(
+        "--context-parallel",
+        type=at_least(1),
+        default=1,
+        metavar="K",
+        help="of the --gpus, K share each sequence",
+    )
     plan.add_argument("--lora-rank", type=at_least(1), metavar="N", help="train LoRA adapters of this rank")
     plan.add_argument(
         "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
@@ -241,8 +248,9 @@ def _plan(args: argparse.Namespace) -> int:
         return 0
     if args.model is None:
         raise PlanError("which MODEL? Give a name or a path, or --published")
-    names = ("gpus", "shard", "wrap", "reshard_after_forward", "interconnect", "gpu", "flops", "efficiency")
-    devices = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    engine = ("gpus", "shard", "wrap", "reshard_after_forward", "context_parallel")
+    several = (*engine, "interconnect", "gpu", "flops", "efficiency")
+    devices = {n: getattr(args, n) for n in several if getattr(args, n) is not None}
     shared = {**sizes, **weights, **stored, **devices}
     with announced(f"planning {args.model}", on_pipes=True):
         found = plan(args.model, args.seq_len, args.memory, lora_rank=args.lora_rank, **shared)

@@ -124,6 +124,8 @@ class Planner:
         if engine is not None:
             engine.share(schedule.facts, model, nodes)
         self.cost = StepCost(schedule.facts, schedule.options)
+        if engine is not None and engine.context_parallel > 1:
+            self.cost = self.cost.along(engine.context_parallel)
         self.use(stored or Policy())
         parameters = list({id(p): p for p in model.parameters()}.values())
         if engine is not None:
@@ -249,7 +251,7 @@ class Planner:
             offloaded_bytes=int(self.cost.offloaded(sizes)),
             by_cause={c: int(peak.bytes[c]) for c in CAUSES if c in peak.bytes},
             flops=flops,
-            recompute_factor=round(flops / eager_step.flops(self.cost, sizes), 4),
+            recompute_factor=round(flops * self.cost.devices / eager_step.flops(self.cost, sizes), 4),
             tokens_per_gib=int(2**30 * tokens / slope) if slope > 0 else 0,
             eager_seq_len=None if others is None else self.longest_unstreamed(others, False),
             checkpointing_seq_len=None if others is None else self.longest_unstreamed(others, True),
@@ -293,6 +295,7 @@ def plan(
     shard: str | None = None,
     wrap: str = "layers",
     reshard_after_forward: bool = True,
+    context_parallel: int = 1,
     interconnect: str | float | None = None,
     gpu: str | None = None,
     flops: float | None = None,
@@ -301,7 +304,7 @@ def plan(
     """What a streamed training step needs, and whether it fits; nothing is run, no weight is allocated.
 
     With several devices each of them has a batch of its own: what is said of memory, of the batch and of the
-    sequence is said of one device.
+    sequence is said of one device. With `context_parallel` those that share a sequence have one together.
 
     Args:
         model: a causal language model (its weights may be on meta), or a source for `model_on_meta`.
@@ -320,6 +323,7 @@ def plan(
         shard: how they share it: "ddp", "zero1", "zero2", "zero3" or "fsdp2".
         wrap: what `fully_shard` is called on beside the model: "layers", or "model" for nothing else.
         reshard_after_forward: of the layers, as in `fully_shard`.
+        context_parallel: how many of the devices share each sequence, as with `transform(model, mesh=...)`.
         interconnect: what connects the devices: "nvlink", "pcie", "ib400", or GB/s in one direction. By
             default NVLink where the device has it, and else PCIe.
         gpu: a name in `planning.rates.GPUS`, for the time of a step; by default "H100" with several devices.
@@ -348,7 +352,7 @@ def plan(
     _check(seq_len, memory, optimizer)  # before the work
     if policy == "auto" and memory is None:
         raise PlanError('policy="auto" chooses for an amount of memory: give one')
-    engine = engine_for(gpus, shard, wrap, reshard_after_forward)
+    engine = engine_for(gpus, shard, wrap, reshard_after_forward, context_parallel)
     named = not isinstance(model, nn.Module)
     built = model if isinstance(model, nn.Module) else model_on_meta(model, dtype, lora_rank)
     title = Path(str(model)).name if named else type(model).__name__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Hashable, Iterator, Sequence
 
 from rich.table import Table
 
@@ -18,8 +19,12 @@ def device_lines(devices: DevicesPlan) -> list[str]:
     how = {"layers": "each layer, then the model", "model": "the model as a whole"}[devices.wrap]
     kept = "" if devices.reshard_after_forward else "; layers stay gathered until the backward"
     engine = f"fsdp2 ({how}{kept})" if devices.shard == "fsdp2" else devices.shard
+    whose = "Memory and lengths are those of one GPU, which has its own batch."
+    if devices.context_parallel > 1:
+        together = f"{devices.context_parallel} GPUs share each sequence and have a batch together."
+        whose = f"{together} Memory is that of one GPU, lengths are of whole sequences."
     found = [
-        f"{devices.gpus} GPUs, {engine}. Memory and lengths are those of one GPU, which has its own batch.",
+        f"{devices.gpus} GPUs, {engine}. {whose}",
         f"Each GPU sends {readable(devices.sent_bytes)} a step and receives as much, collectives in rings.",
     ]
     if devices.gathered_peak_bytes:
@@ -49,8 +54,12 @@ def traffic_table(devices: DevicesPlan) -> Table:
 
 
 def _runs(groups: Sequence[GroupTraffic]) -> Iterator[list[GroupTraffic]]:
-    for _, run in itertools.groupby(groups, key=lambda g: (g.gathers, g.bytes, g.sent_bytes)):
-        yield list(run)
+    """Those that are alike but for a number in their name, together."""
+    found: dict[Hashable, list[GroupTraffic]] = {}
+    for group in groups:
+        alike = re.sub(r"\d+", "", group.name), group.gathers, group.bytes, group.sent_bytes
+        found.setdefault(alike, []).append(group)
+    yield from found.values()
 
 
 def time_lines(time: TimePlan) -> list[str]:
@@ -70,7 +79,7 @@ def hiding_table(time: TimePlan) -> Table:
     table.add_column("segments")
     for heading in ("computing", "sent meanwhile", "which takes", "hidden"):
         table.add_column(heading, justify="right")
-    for run in _equal(time.parts):
+    for run in _equal(_by_segment(time.parts)):
         first, last = run[0], run[-1]
         own = f"{first.segment}" if first is last else f"{first.segment} to {last.segment}, each"
         hidden = "yes" if first.hidden else "no"
@@ -78,6 +87,19 @@ def hiding_table(time: TimePlan) -> Table:
         cells = _seconds(first.seconds), readable(first.sent_bytes), link, hidden if first.sent_bytes else ""
         table.add_row(f"{first.phase} {own}", *cells)
     return table
+
+
+def _by_segment(parts: Sequence[PartTime]) -> list[PartTime]:
+    """What a segment does between its own collectives, together."""
+    found = []
+    for (phase, segment), run in itertools.groupby(parts, key=lambda p: (p.phase, p.segment)):
+        own = list(run)
+        seconds, link, waited = (
+            sum(getattr(p, name) for p in own) for name in ("seconds", "link_seconds", "waited_seconds")
+        )
+        sent, hidden = sum(p.sent_bytes for p in own), all(p.hidden for p in own)
+        found.append(PartTime(phase, segment, seconds, sent, link, waited, hidden))
+    return found
 
 
 def _equal(parts: Sequence[PartTime]) -> Iterator[list[PartTime]]:

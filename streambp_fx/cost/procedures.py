@@ -9,8 +9,22 @@ import sympy
 
 from ..passes.graph.facts import Segment, shape_of
 from ..passes.s4_trace.kept_attention import row_bytes_of_attention
+from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from ..passes.s6_schedule.program import Call, Value, ValueKind
-from ..passes.step.instructions import Allocate, Buffer, BufferKind, Chunks, Free, Keep, Overwrite, Round, Run
+from ..passes.step.instructions import (
+    BY_ROWS,
+    AllGather,
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Free,
+    Keep,
+    Overwrite,
+    ReduceScatter,
+    Round,
+    Run,
+)
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import (
     BODIES,
@@ -86,6 +100,7 @@ class ProcedureWalk:
             self.ledger.hold(key, CAUSE_OF[buffer.kind], size)
             return
         size = (self.cost.sum_bytes if wide else self.cost.bytes_of)(buffer.node, self.sizes)
+        size = self.cost.share(size) if buffer.kind in BY_ROWS else size
         cause = CAUSE_OF.get(buffer.kind) or self.cause_of_output(key)
         self.ledger.hold(key, cause, size)
 
@@ -117,12 +132,27 @@ class ProcedureWalk:
             calls, held = self.cost.calls_of(runner, run, self.sizes), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
                 if kept is not None:
-                    self._hold_kept(within, kept * call.start)
+                    self._hold_kept(within, self.cost.share(kept * call.start))
                     held = self.ledger.bytes()
                 now = {**held, cause: held.get(cause, 0) + call.peak}
-                yield Moment(within.phase, segment.index, call.chunk, run.program, now, call.flops)
+                work = call.flops if runner.programs.in_turn else self.cost.share(call.flops)
+                yield Moment(within.phase, segment.index, call.chunk, run.program, now, work)
         if kept is not None:
-            self._hold_kept(within, kept * self.sizes.tokens)
+            self._hold_kept(within, self.cost.share(kept * self.sizes.tokens))
+
+    def _exchange(self, instruction: AllGather | ReduceScatter, within: _Bound) -> Iterator[Moment]:
+        """Rows are packed, one piece for each device; what comes or goes has the size of the whole."""
+        node = instruction.buffer.node
+        assert node is not None
+        wide = instruction.buffer.wide and self.cost.wide
+        size = (self.cost.sum_bytes if wide else self.cost.bytes_of)(node, self.sizes)
+        gathers = isinstance(instruction, AllGather)
+        kind = CollectiveKind.ALL_GATHER if gathers else CollectiveKind.REDUCE_SCATTER
+        cause = CAUSE_OF[instruction.buffer.kind]
+        held = self.ledger.bytes((cause, size + self.cost.share(size)))
+        name = f"{'states' if gathers else 'gradients of states'} of segment {within.call.segment}"
+        together = Collective(kind, name, self.cost.devices, size, ahead=False)
+        yield Moment(within.phase, within.call.segment, None, kind.value, held, collective=together)
 
     def _hold_kept(self, within: _Bound, size: Any) -> None:
         """What is kept of attention, so far."""
@@ -162,4 +192,6 @@ COUNT: Mapping[type, Callable[[ProcedureWalk, Any, _Bound], Iterator[Moment]]] =
     Free: ProcedureWalk._free,
     Chunks: ProcedureWalk._chunks,
     Round: ProcedureWalk._round,
+    AllGather: ProcedureWalk._exchange,
+    ReduceScatter: ProcedureWalk._exchange,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -14,6 +15,7 @@ from ..passes.cost.program import ProgramCost, program_cost
 from ..passes.graph.facts import Facts, Mask, Reach, Segment, compiled, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.s2_prove.footprints import mask_facts
+from ..passes.s3_cut.segment import row_axis
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
 from ..passes.step.instructions import Buffer, Run
@@ -58,6 +60,7 @@ class ProgramCosts:
             for node in (*segment.rows, *segment.constants, *segment.whole):
                 self.first_use[node] = segment.index
         self.wide = executor.wide
+        self.devices = 1  # over which the rows of each sequence are distributed
         self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
         self._counted: tuple | None = None
         self._calls_of: dict[Any, list[Call]] = {}
@@ -75,7 +78,8 @@ class ProgramCosts:
         assert buffer.node is not None
         shape, dtype = state_of_recurrence(buffer.node, buffer.wide)
         rows = sizes.tokens - runner.segment.removed
-        chunks = rows / sizes.chunk if sizes.symbolic else -(-rows // sizes.chunk)
+        own = self.share(rows)
+        chunks = own / sizes.chunk if sizes.symbolic else -(-own // sizes.chunk)
         return self.value(sympy.Mul(*shape) * dtype.itemsize, sizes) * (chunks + 1)
 
     def is_full(self, runner: SegmentRunner) -> bool:
@@ -174,7 +178,24 @@ class ProgramCosts:
             self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
         return self._programs[key]
 
+    @cached_property
+    def by_rows(self) -> frozenset[Node]:
+        """Values of which each device has its own rows, where a sequence is on several."""
+        made = (n for s in self.facts.segments for n in s.outputs)
+        return frozenset(n for n in made if row_axis(self.facts, n) is not None)
+
+    def share(self, size: Any) -> Any:
+        """What one device has of rows that take so many bytes, or of the work on them."""
+        if self.devices == 1:
+            return size
+        return -(-size // self.devices) if isinstance(size, int) else size / self.devices
+
     # ---- sizes
+
+    def held_of(self, node: Node, sizes: Sizes) -> Any:
+        """Bytes that a device holds of a value, or of its gradient; as a number or an expression."""
+        size = self.bytes_of(node, sizes)
+        return self.share(size) if node in self.by_rows else size
 
     def bytes_of(self, node: Node, sizes: Sizes) -> Any:
         """Bytes of the (first) tensor of a node, as a number or an expression, as the sizes are."""

@@ -50,7 +50,9 @@ class StepCost(ProgramCosts):
     def storing(self, policy: Policy) -> StepCost:
         """The cost with another memory policy."""
         options = self.options.storing(policy)
-        return StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs), self)
+        found = StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs), self)
+        found.devices = self.devices
+        return found
 
     # ---- the step
 
@@ -110,7 +112,15 @@ class StepCost(ProgramCosts):
     @cached_property
     def step_program(self) -> StepProgram:
         """The step of a batch without padding."""
+        if self.devices > 1:
+            return self.shared_program
         return self.executor.step_program(self.executor.segments_where(self.is_full))
+
+    def along(self, devices: int) -> StepCost:
+        """The cost on one of so many devices, over which the rows of each sequence are distributed."""
+        found = StepCost(self.facts, self.options, self.executor, self)
+        found.devices = devices
+        return found
 
     @property
     def shared_program(self) -> StepProgram:

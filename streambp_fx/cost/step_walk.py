@@ -15,6 +15,7 @@ from ..passes.s6_schedule.program import (
     Again,
     Call,
     CallLoss,
+    CollectRows,
     Differentiate,
     Drop,
     Fetch,
@@ -28,6 +29,7 @@ from ..passes.s6_schedule.program import (
     RunPart,
     StepInstruction,
     StepProgram,
+    SumShares,
     TakeParameters,
     Value,
     ValueKind,
@@ -97,9 +99,21 @@ class StepWalk(ProcedureWalk):
 
     def _call_loss(self, call: CallLoss) -> Iterator[Moment]:
         yield from self.walk(call, self.phase)
+        if self.cost.devices > 1:
+            yield self._losses_gathered(call)
         for buffer in call.procedure.results:  # the rows of the head are read by the epilogue, at once
             self.ledger.drop((call.segment, buffer))
         self._hold_outputs(call.results)
+
+    def _losses_gathered(self, call: CallLoss) -> Moment:
+        """The rows of the head, of which the loss is made on each device."""
+        nodes = self.runner(call).segment.outputs
+        size = sum(self.cost.bytes_of(n, self.sizes) for n in nodes)
+        kind = CollectiveKind.ALL_GATHER
+        together = Collective(kind, "rows of the loss", self.cost.devices, size, ahead=False)
+        return Moment(
+            self.phase, call.segment, None, kind.value, self.ledger.bytes((LOSS, size)), collective=together
+        )
 
     def _run_part(self, instruction: RunPart) -> Iterator[Moment]:
         if instruction.name == "whole values":
@@ -109,7 +123,7 @@ class StepWalk(ProcedureWalk):
             self._hold_outputs(instruction.results)
         else:
             for value in instruction.results:
-                size = self.cost.bytes_of(_node(value), self.sizes)
+                size = self.cost.held_of(_node(value), self.sizes)
                 self.ledger.hold(value, self.cause_of_output(value), size)
             yield self._whole_moment(instruction.segment, backward=False)
 
@@ -134,8 +148,8 @@ class StepWalk(ProcedureWalk):
         if value.kind is ValueKind.KEPT:
             runner = self.cost.executor.runners[value.segment or 0]
             assert runner is not None
-            return self.kept_bytes(runner) * self.sizes.tokens
-        return self.cost.bytes_of(_node(value), self.sizes)
+            return self.cost.share(self.kept_bytes(runner) * self.sizes.tokens)
+        return self.cost.held_of(_node(value), self.sizes)
 
     def _group(self, instruction: Group) -> Iterator[Moment]:
         yield from self._follow(instruction.body)
@@ -158,7 +172,7 @@ class StepWalk(ProcedureWalk):
     def _hold_gradient(self, value: Value) -> None:
         node = _node(value)
         cause = PARAMETERS if node in self.leaves else HIDDEN
-        self.ledger.hold(value, cause, self.cost.bytes_of(node, self.sizes))
+        self.ledger.hold(value, cause, self.cost.held_of(node, self.sizes))
 
     def _linearize(self, instruction: Linearize) -> Iterator[Moment]:
         for value in instruction.results:
@@ -174,7 +188,7 @@ class StepWalk(ProcedureWalk):
         part, (total,) = instruction.inputs[-1], instruction.results
         if len(instruction.inputs) == 1 and part in self.ledger.held:
             cause, _ = self.ledger.held[part]
-            self.ledger.hold(total, cause, self.cost.bytes_of(_node(total), self.sizes))
+            self.ledger.hold(total, cause, self.cost.held_of(_node(total), self.sizes))
         self.ledger.drop(part)
         yield from ()
 
@@ -242,6 +256,22 @@ class StepWalk(ProcedureWalk):
                 self.ledger.drop("being summed")
         self.ledger.drop(*(("in full", v.node) for v in instruction.inputs))
 
+    def _collect_rows(self, instruction: CollectRows) -> Iterator[Moment]:
+        """All rows are there while the next instruction runs, beside what is packed to be sent."""
+        size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
+        held = self.ledger.bytes((OUTPUTS, 2 * size + self.cost.share(size)))
+        kind = CollectiveKind.ALL_GATHER
+        together = Collective(kind, "rows between segments", self.cost.devices, size, ahead=False)
+        yield Moment(self.phase, 0, None, kind.value, held, collective=together)
+
+    def _sum_shares(self, instruction: SumShares) -> Iterator[Moment]:
+        """They are copied into one piece of memory, and are views of it afterwards."""
+        size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
+        held = self.ledger.bytes((SUMMED, size))
+        kind = CollectiveKind.ALL_REDUCE
+        together = Collective(kind, "shares of gradients", self.cost.devices, size, ahead=False)
+        yield Moment(self.phase, 0, None, kind.value, held, collective=together)
+
     def _together(self, collective: Collective) -> Moment:
         held = self.ledger.bytes()
         return Moment(self.phase, 0, None, collective.kind.value, held, collective=collective)
@@ -300,4 +330,6 @@ COUNT: Mapping[type, Callable[[StepWalk, Any], Iterator[Moment]]] = {
     TakeParameters: StepWalk._take_parameters,
     GiveBackParameters: StepWalk._give_back_parameters,
     ReduceGradients: StepWalk._reduce_gradients,
+    CollectRows: StepWalk._collect_rows,
+    SumShares: StepWalk._sum_shares,
 }

@@ -35,6 +35,7 @@ class Engine:
             nothing else.
         reshard: FSDP2's `reshard_after_forward` of the layers.
         limits: bytes of DDP's first bucket and of the later ones.
+        context_parallel: devices over which the rows of each sequence are distributed.
 
     Raises:
         PlanError: there is no such engine, or a setting is not allowed.
@@ -45,12 +46,18 @@ class Engine:
     wrap: str = "layers"
     reshard: bool = True
     limits: tuple[int, int] = DDP_LIMITS
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
             raise PlanError(f"shard must be one of {', '.join(ENGINES)}, not {self.name!r}")
         if isinstance(self.devices, bool) or not isinstance(self.devices, int) or self.devices < 1:
             raise PlanError(f"gpus must be an int of at least 1, not {self.devices!r}")
+        along = self.context_parallel
+        if isinstance(along, bool) or not isinstance(along, int) or along < 1 or self.devices % along:
+            raise PlanError(f"context_parallel must divide gpus ({self.devices}), not be {along!r}")
+        if along > 1 and self.name not in ("ddp", "fsdp2"):
+            raise PlanError(f"context_parallel goes with ddp and fsdp2, and was not tried with {self.name}")
         if self.wrap not in WRAPS:
             raise PlanError(f"wrap must be one of {', '.join(WRAPS)}, not {self.wrap!r}")
         if self.name != "fsdp2" and (self.wrap != "layers" or not self.reshard):
@@ -176,23 +183,28 @@ def _trained(model: nn.Module) -> list[torch.nn.Parameter]:
 
 
 def engine_for(
-    gpus: int | None, shard: str | None, wrap: str = "layers", reshard: bool = True
+    gpus: int | None,
+    shard: str | None,
+    wrap: str = "layers",
+    reshard: bool = True,
+    context_parallel: int = 1,
 ) -> Engine | None:
     """The engine that a user asks for; None if there is one device.
 
     Args:
         gpus: how many devices.
         shard: a name in `ENGINES`.
-        wrap, reshard: see `Engine`.
+        wrap, reshard, context_parallel: see `Engine`.
 
     Raises:
         PlanError: something is missing, or is not allowed.
     """
     if gpus is None and shard is None:
-        if (wrap, reshard) != ("layers", True):
-            raise PlanError("wrap and reshard_after_forward are for several devices: give gpus and shard")
+        if (wrap, reshard, context_parallel) != ("layers", True, 1):
+            names = "wrap, reshard_after_forward and context_parallel"
+            raise PlanError(f"{names} are for several devices: give gpus and shard")
         return None
     if gpus is None or shard is None:
         missing = "gpus, how many there are" if gpus is None else f"shard, one of {', '.join(ENGINES)}"
         raise PlanError(f"several devices need both gpus and shard: give {missing}")
-    return Engine(shard, gpus, wrap, reshard)
+    return Engine(shard, gpus, wrap, reshard, context_parallel=context_parallel)

@@ -54,6 +54,7 @@ class DevicesPlan:
 
     Attributes:
         gpus: how many devices.
+        context_parallel: how many of them share each sequence.
         shard: the engine.
         wrap, reshard_after_forward: its settings, where it is FSDP2.
         gathered_peak_bytes: the most that is there of parameters in full size, those on their way among them.
@@ -72,6 +73,7 @@ class DevicesPlan:
     groups: tuple[GroupTraffic, ...]
     sent_bytes: int
     after_step_bytes: int
+    context_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def devices_plan(engine: Engine, model: nn.Module, moments: list[Moment]) -> Dev
         groups=tuple(_by_group(called)),
         sent_bytes=sum(c.sent_bytes for c in called) + _after(engine, after).sent_bytes,
         after_step_bytes=after,
+        context_parallel=engine.context_parallel,
     )
 
 
@@ -128,19 +131,20 @@ def time_plan(
     Args:
         moments: of the step, with numbers for the sizes.
         rates: of the devices.
-        tokens: of one device's batch.
+        tokens: of one device's batch, which it may share.
         engine: None: there is one device.
         after: bytes that are gathered after the step.
     """
     found: StepTime = step_time(moments, rates)
     last = 0.0 if engine is None or not after else _after(engine, after).sent_bytes / rates.bandwidth
     seconds = found.seconds + last
+    batches = 1 if engine is None else engine.devices // engine.context_parallel
     return TimePlan(
         seconds=seconds,
         compute_seconds=found.compute_seconds,
         link_seconds=found.link_seconds + last,
         waited_seconds=found.waited_seconds + last,
-        tokens_per_second=tokens * (1 if engine is None else engine.devices) / seconds if seconds else 0.0,
+        tokens_per_second=tokens * batches / seconds if seconds else 0.0,
         assumed=tuple(rates.lines()),
         parts=found.parts,
     )

@@ -301,6 +301,9 @@ def test_on_the_command_line(
         ({"gpus": 0, "shard": "ddp"}, "at least 1"),
         ({"gpus": 8, "shard": "ddp", "wrap": "model"}, "settings of fsdp2"),
         ({"gpus": 8, "shard": "fsdp2", "wrap": "nothing"}, "layers, model"),
+        ({"gpus": 8, "shard": "fsdp2", "context_parallel": 3}, "must divide gpus"),
+        ({"gpus": 8, "shard": "zero2", "context_parallel": 2}, "ddp and fsdp2"),
+        ({"context_parallel": 2}, "give gpus and shard"),
         ({"wrap": "model"}, "for several devices"),
         ({"gpus": 8, "shard": "fsdp2", "interconnect": "string"}, "GB/s"),
         ({"gpus": 8, "shard": "fsdp2", "interconnect": "-3"}, "GB/s"),
@@ -348,6 +351,10 @@ def test_numbers_of_the_page() -> None:
         and f"| {host.time.seconds:,.0f}, predicted |" in page
     )
     assert f"and {host.offloaded_bytes / 2**30:.0f} GiB of host memory" in page
+    along = streambp_fx.plan("Qwen3-8B", **given, context_parallel=8)
+    assert along.time is not None
+    assert f"| {along.seq_len:,} tokens over 8 GPUs | 1 sequence |" in page
+    assert f"| 80.00 GiB, predicted | {along.time.seconds:,.0f}, predicted |" in page
 
 
 @pytest.mark.slow
@@ -363,3 +370,28 @@ def test_the_assumed_share_is_that_of_a_published_step() -> None:
         (ROOT / "docs" / "distributed.md").read_text().split()
     )
     assert share == pytest.approx(EFFICIENCY, abs=0.05)
+
+
+def test_a_sequence_on_several_devices_takes_less_of_each() -> None:
+    """Of hidden states each has its share; of a layer's keys and values all rows, and of parameters."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=36,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    peaks = {}
+    for devices in (1, 4):
+        found = streambp_fx.plan(
+            model, 16384, gpus=4, shard="ddp", context_parallel=devices, chunk=512, loss_chunk=64
+        )
+        assert found.devices is not None and found.devices.context_parallel == devices
+        peaks[devices] = found.activation_peak_bytes
+        kinds = {t.kind: t.count for t in found.devices.traffic}
+        gathers = 36 * 2 * 2 + 1 if devices > 1 else 0
+        assert (kinds.get("all-gather", 0), kinds.get("reduce-scatter", 0)) == (gathers, gathers // 2)
+        assert found.time is not None
+    assert peaks[4] <= 0.30 * peaks[1]

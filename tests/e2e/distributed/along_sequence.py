@@ -21,6 +21,7 @@ from streambp_fx.measure.in_float64 import true_double
 
 VOCABULARY = 97
 STEPS = 2
+KINDS = {"all-gather": "gather", "reduce-scatter": "scatter", "all-reduce": "reduce"}
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -69,6 +70,7 @@ class Trained:
         collectives: of all steps, by kind.
         sent: bytes of what is gathered or summed, by kind.
         chunked, segments: how many segments run by chunks, of how many.
+        planned: by kind, how many collectives the cost model says there are, and their bytes.
     """
 
     losses: list[float]
@@ -77,6 +79,7 @@ class Trained:
     sent: dict[str, int] = field(default_factory=dict)
     chunked: int = 0
     segments: int = 0
+    planned: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 # ---- models
@@ -317,6 +320,14 @@ def shared(rank: int, world: int, case: Case) -> Trained:
     assert schedule is not None
     found.chunked = sum(s.chunked for s in schedule.segments)
     found.segments = len(schedule.segments)
+    if not case.engine:
+        cost = schedule.cost.along(world)
+        for step in range(STEPS):
+            for moment in cost.timeline(cost.sizes(case.tokens - step)):
+                if moment.collective is not None:
+                    kind = KINDS[moment.collective.kind.value]
+                    count, size = found.planned.get(kind, (0, 0))
+                    found.planned[kind] = count + 1, size + moment.collective.bytes
     losses = torch.tensor(found.losses, dtype=torch.float64)
     dist.all_reduce(losses, group=mesh["dp"].get_group())
     found.losses = (losses / case.data).tolist()

@@ -103,6 +103,12 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
     state = 2 * samples * rows * 16 * number  # keys and values of two heads of eight
     losses, inputs = samples * rows * number, devices * 4 * 8
     parameters = sum(p.numel() for p in built(case).parameters()) * number
+    planned = found[0].planned
+    assert planned["gather"][0] == found[0].collectives["gather"] - agreed
+    assert planned["scatter"][0] == found[0].collectives["scatter"]
+    assert planned["reduce"] == (found[0].collectives["reduce"], found[0].sent["reduce"])
+    longest = state * layers + state * layers * 63 // 64  # of the second step without what is padding
+    assert planned["scatter"][1] == longest
     assert found[0].sent == {
         "gather": (2 * state * layers + losses + inputs) * steps,
         "scatter": state * layers * steps,
