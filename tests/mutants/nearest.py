@@ -12,6 +12,7 @@ MODULES = {
     "passes/s2_prove/gradient_edges.py": ["tests/passes/s2_prove/test_gradient_edges.py"],
     "passes/s5_lower/lower.py": [
         "tests/passes/s5_lower/test_restrict.py",
+        "tests/passes/s5_lower/test_golden_lower.py",
         "tests/e2e/losses/test_gradients.py",
     ],
     "passes/masks/at_run_time.py": [

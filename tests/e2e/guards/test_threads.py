@@ -17,8 +17,8 @@ from e2e_subject import Subject
 from torch.fx import Tracer, _symbolic_trace
 
 import streambp_fx
+from streambp_fx.forwards.unstreamed_steps import resting
 from streambp_fx.passes.graph.tracing import trace
-from streambp_fx.streamed_forward import _resting
 
 LLAMA = functools.partial(build, "llama", num_hidden_layers=1)
 LENGTHS = (33, 41)
@@ -128,12 +128,12 @@ def test_an_unstreamed_step_leaves_the_models_of_other_threads_streamed() -> Non
     seen: list[bool] = []
 
     def look(*_: Any) -> None:
-        seen.append(backbone in _resting.get())
-        other = threading.Thread(target=lambda: seen.append(backbone in _resting.get()))
+        seen.append(backbone in resting.get())
+        other = threading.Thread(target=lambda: seen.append(backbone in resting.get()))
         other.start()
         other.join()
 
     model.model.layers[0].register_forward_hook(look)
     with pytest.warns(streambp_fx.StreamBPWarning, match="unstreamed"):
         model(**plain(2, 33), output_hidden_states=True)
-    assert seen == [True, False] and backbone not in _resting.get() and backbone.active
+    assert seen == [True, False] and backbone not in resting.get() and backbone.active
