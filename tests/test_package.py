@@ -33,7 +33,8 @@ def _source_files():
     if (ROOT / ".git").exists() and shutil.which("git"):
         listed = _run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
         return [ROOT / line for line in listed.splitlines() if (ROOT / line).is_file()]
-    hidden = {".venv", "build", "dist", "__pycache__"}
+    caches = {".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", "__pycache__"}
+    hidden = {".venv", "build", "dist", *caches}
     return [f for f in ROOT.rglob("*") if f.is_file() and not hidden & set(f.relative_to(ROOT).parts)]
 
 
