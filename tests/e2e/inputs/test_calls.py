@@ -214,7 +214,10 @@ def test_calls(name: str, door: str) -> None:
 def test_situations(name: str, door: str) -> None:
     model, warned = exact(lambda: Subject(plain), SITUATIONS[name], door)
     assert_streamed(model)
-    assert not warned
+    if (name, door) == ("modes", "transform"):  # of which one is that of an evaluation
+        assert len(warned) == 1 and "is in evaluation mode" in str(warned[0])
+    else:
+        assert not warned
 
 
 @pytest.mark.parametrize(("name", "door"), every(PARAMETERS, ("tied by a view", "compile")))
