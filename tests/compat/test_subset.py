@@ -56,7 +56,7 @@ def model_of(family: str) -> Any:
 # ---- exact, by both doors
 
 
-@pytest.mark.parametrize("family", sample(FAMILIES, "llama"))
+@pytest.mark.parametrize("family", sample(FAMILIES))
 def test_transform(family: str) -> None:
     """`streambp_fx.transform`: loss and every gradient in float64, with padding, every segment in chunks."""
     factory = functools.partial(model_of, family)
@@ -128,6 +128,7 @@ def test_objective(objective: str) -> None:
 # ---- programs
 
 
+@pytest.mark.slow
 def test_programs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One program serves all chunks and all lengths; nothing is logged as an error."""
     traced: list[str] = []
@@ -174,6 +175,7 @@ def test_trainer(tmp_path: Path) -> None:
 # ---- the schedule, the planner, the command line
 
 
+@pytest.mark.slow
 def test_schedule() -> None:
     """The schedule of a step that is not run: what it says, as text and as a page."""
     schedule = streambp_fx.explain(build("llama"), seq_len=1000, batch_size=3, chunk=300, loss_chunk=64)
