@@ -144,7 +144,8 @@ def hf(model: Any, folder: Path, **over: Any) -> Trainer:
 def _trl(kind: str, model: Any, folder: Path, data: Any, over: dict[str, Any], **extra: Any) -> Trainer:
     import trl
 
-    arguments = getattr(trl, f"{kind}Config")(**settings(folder, **over))
+    own = {"gradient_checkpointing": False, **over}  # which is on by default in some of TRL's trainers
+    arguments = getattr(trl, f"{kind}Config")(**settings(folder, **own))
     columns = Dataset.from_dict(data)
     return getattr(trl, f"{kind}Trainer")(
         model=model, args=arguments, train_dataset=columns, processing_class=tokenizer(), **extra
