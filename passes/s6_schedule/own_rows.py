@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from ..graph.facts import Facts
 from ..s3_cut.segment import row_axis
 from .program import (
     Again,
@@ -38,11 +39,17 @@ from .step_parts import StepParts
 
 def share_rows(program: StepProgram, parts: StepParts) -> StepProgram:
     """The step of one of several devices, each of which has some rows of the sequence."""
-    made = {n for s in parts.facts.segments for n in s.outputs if row_axis(parts.facts, n) is not None}
+    made = made_by_rows(parts.facts)
     return program.with_parts(_shared(program.forward, made), _shared(program.backward, made))
 
 
-def _shared(body: Iterable[StepInstruction], made: set[Node]) -> Iterator[StepInstruction]:
+def made_by_rows(facts: Facts) -> frozenset[Node]:
+    """Values that segments make of which each device has its own rows."""
+    made = (n for s in facts.segments for n in s.outputs)
+    return frozenset(n for n in made if row_axis(facts, n) is not None)
+
+
+def _shared(body: Iterable[StepInstruction], made: frozenset[Node]) -> Iterator[StepInstruction]:
     for instruction in body:
         if isinstance(instruction, Group):
             inner, again = (tuple(_shared(b, made)) for b in (instruction.body, instruction.again))
@@ -61,12 +68,12 @@ def _shared(body: Iterable[StepInstruction], made: set[Node]) -> Iterator[StepIn
         yield instruction
 
 
-def _read_whole(instruction: StepInstruction, made: set[Node]) -> tuple[Value, ...]:
+def _read_whole(instruction: StepInstruction, made: frozenset[Node]) -> tuple[Value, ...]:
     """Values by rows of which an instruction of the forward reads all rows."""
     if not isinstance(instruction, RunPart | Return | CallLoss):
         return ()
     by_rows = (v for v in instruction.inputs if v.kind is ValueKind.CAPTURED and v.node in made)
     if isinstance(instruction, CallLoss):  # besides the rows of its head
-        own = {v for b, v in instruction.bindings().items()}
+        own = set(instruction.bindings().values())
         return tuple(v for v in by_rows if v not in own)
     return tuple(by_rows)

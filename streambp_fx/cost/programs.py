@@ -15,9 +15,9 @@ from ..passes.cost.program import ProgramCost, program_cost
 from ..passes.graph.facts import Facts, Mask, Reach, Segment, compiled, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.s2_prove.footprints import mask_facts
-from ..passes.s3_cut.segment import row_axis
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
+from ..passes.s6_schedule.own_rows import made_by_rows
 from ..passes.step.instructions import Buffer, Run
 from ..runtime.executor import Executor
 from ..runtime.segments.segment_runner import SegmentRunner
@@ -181,8 +181,7 @@ class ProgramCosts:
     @cached_property
     def by_rows(self) -> frozenset[Node]:
         """Values of which each device has its own rows, where a sequence is on several."""
-        made = (n for s in self.facts.segments for n in s.outputs)
-        return frozenset(n for n in made if row_axis(self.facts, n) is not None)
+        return made_by_rows(self.facts)
 
     def share(self, size: Any) -> Any:
         """What one device has of rows that take so many bytes, or of the work on them."""

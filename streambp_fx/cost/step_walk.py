@@ -109,11 +109,8 @@ class StepWalk(ProcedureWalk):
         """The rows of the head, of which the loss is made on each device."""
         nodes = self.runner(call).segment.outputs
         size = sum(self.cost.bytes_of(n, self.sizes) for n in nodes)
-        kind = CollectiveKind.ALL_GATHER
-        together = Collective(kind, "rows of the loss", self.cost.devices, size, ahead=False)
-        return Moment(
-            self.phase, call.segment, None, kind.value, self.ledger.bytes((LOSS, size)), collective=together
-        )
+        together = self._along(CollectiveKind.ALL_GATHER, "rows of the loss", size)
+        return replace(self._together(together, (LOSS, size)), segment=call.segment)
 
     def _run_part(self, instruction: RunPart) -> Iterator[Moment]:
         if instruction.name == "whole values":
@@ -259,21 +256,22 @@ class StepWalk(ProcedureWalk):
     def _collect_rows(self, instruction: CollectRows) -> Iterator[Moment]:
         """All rows are there while the next instruction runs, beside what is packed to be sent."""
         size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
-        held = self.ledger.bytes((OUTPUTS, 2 * size + self.cost.share(size)))
-        kind = CollectiveKind.ALL_GATHER
-        together = Collective(kind, "rows between segments", self.cost.devices, size, ahead=False)
-        yield Moment(self.phase, 0, None, kind.value, held, collective=together)
+        together = self._along(CollectiveKind.ALL_GATHER, "rows between segments", size)
+        yield self._together(together, (OUTPUTS, 2 * size + self.cost.share(size)))
 
     def _sum_shares(self, instruction: SumShares) -> Iterator[Moment]:
         """They are copied into one piece of memory, and are views of it afterwards."""
         size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
-        held = self.ledger.bytes((SUMMED, size))
-        kind = CollectiveKind.ALL_REDUCE
-        together = Collective(kind, "shares of gradients", self.cost.devices, size, ahead=False)
-        yield Moment(self.phase, 0, None, kind.value, held, collective=together)
+        yield self._together(
+            self._along(CollectiveKind.ALL_REDUCE, "shares of gradients", size), (SUMMED, size)
+        )
 
-    def _together(self, collective: Collective) -> Moment:
-        held = self.ledger.bytes()
+    def _along(self, kind: CollectiveKind, name: str, size: Any) -> Collective:
+        """A collective of the devices that share a sequence."""
+        return Collective(kind, name, self.cost.devices, size, ahead=False)
+
+    def _together(self, collective: Collective, *more: tuple[str, Any]) -> Moment:
+        held = self.ledger.bytes(*more)
         return Moment(self.phase, 0, None, collective.kind.value, held, collective=collective)
 
     def _hold_whole(self, value: Value) -> None:

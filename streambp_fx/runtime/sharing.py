@@ -18,6 +18,7 @@ from .segments.own_rows import OwnRows, all_gather, as_numbers, is_alone
 from .segments.segment_runner import SegmentRunner
 from .shared_values import CountedOnce, Summed
 from .step_interpreter import StepFrame
+from .step_kinds import Draws
 
 NOT_READ = (
     "these logits are computed when they are read, from rows that lie on several devices. Compute the loss "
@@ -48,7 +49,7 @@ class Sharing:
     def __init__(
         self, mesh: Any, facts: Facts, runners: Sequence[SegmentRunner | None], random: bool
     ) -> None:
-        self.facts, self.random, self._weights_agree = facts, random, False
+        self.random, self._weights_agree = random, False
         self.group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
         self.in_turn = any(r is not None and r.programs.in_turn for r in runners)
         made = {n for s in facts.segments for n in s.outputs}
@@ -81,14 +82,14 @@ class Sharing:
         weights = [] if stored or self._weights_agree else weights
         device = tensors[0].device if tensors else torch.device("cpu")
         shapes = hash(tuple(tuple(v.shape) for v in tensors)) % 2**53
-        states = _random_states(device) if self.random else []
+        draws = Draws(tuple(tensors)) if self.random else None
+        states = [] if draws is None else [draws.host, *draws.devices[1]]
         numbers = torch.tensor([shapes, _digest(data), _digest(weights), _digest(states)], dtype=torch.int64)
         size = dist.get_world_size(self.group) * len(COMPARED)
         flat = torch.empty(size, dtype=torch.int64, device=device)
         all_gather(flat, numbers.to(device), self.group)
-        found = flat.view(-1, len(COMPARED))
-        for column, what in enumerate(COMPARED):
-            others = [k for k, own in enumerate(found[:, column].tolist()) if own != found[0, column].item()]
+        for what, own in zip(COMPARED, flat.view(-1, len(COMPARED)).t().tolist(), strict=True):
+            others = [k for k, number in enumerate(own) if number != own[0]]
             if others:
                 raise InputError(OTHERS.format(what=what, other=others[0]))
         self._weights_agree = True
@@ -125,11 +126,6 @@ def _refuse() -> list[Any]:
 
 def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
 
 
 def _digest(tensors: Sequence[Tensor]) -> int:

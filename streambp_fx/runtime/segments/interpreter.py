@@ -224,21 +224,23 @@ def _reduce_scatter(instruction: ReduceScatter, frame: Frame) -> None:
 
 
 def _receive(instruction: Receive, frame: Frame) -> None:
-    own, _ = _exchanged(instruction.buffer, frame)
-    behind = instruction.buffer.kind is BufferKind.STATE_GRADIENT
-    rank = own.rank + (1 if behind else -1)
-    if 0 <= rank < own.devices:
-        border = own.begin_of(rank) if behind else own.begin
-        own.receive(_at_border(instruction.buffer, frame, border, last=behind), rank)
+    _with_neighbour(instruction.buffer, frame, OwnRows.receive, BufferKind.STATE_GRADIENT)
 
 
 def _send(instruction: Send, frame: Frame) -> None:
-    own, _ = _exchanged(instruction.buffer, frame)
-    behind = instruction.buffer.kind is BufferKind.STATE
+    _with_neighbour(instruction.buffer, frame, OwnRows.send, BufferKind.STATE)
+
+
+def _with_neighbour(
+    buffer: Buffer, frame: Frame, exchange: Callable[[OwnRows, Tensor, int], None], kind: BufferKind
+) -> None:
+    """Send or receive what is at a border: that with the device behind for this kind, else the one before."""
+    own, behind = frame.step.own, buffer.kind is kind
+    assert own is not None
     rank = own.rank + (1 if behind else -1)
     if 0 <= rank < own.devices:
         border = own.begin_of(rank) if behind else own.begin
-        own.send(_at_border(instruction.buffer, frame, border, last=behind), rank)
+        exchange(own, _at_border(buffer, frame, border, last=behind), rank)
 
 
 def _exchanged(buffer: Buffer, frame: Frame) -> tuple[OwnRows, Tensor]:
