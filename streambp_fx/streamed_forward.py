@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import types
 import warnings
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -91,8 +93,10 @@ class StreamedForward(UnstreamedSteps):
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._traced(args, kwargs)
+        if torch.compiler.is_exporting() and detect_fake_mode((args, kwargs)) is not None:
+            return self.original(*args, **kwargs)  # an export without Dynamo, in this thread
         called_on = caller_of_forward()
         if called_on is not None and self.is_carried_by(called_on):
             return self._on_a_copy(called_on, args, kwargs)
@@ -122,6 +126,11 @@ class StreamedForward(UnstreamedSteps):
         if self.model.training and torch.is_grad_enabled():
             return beside_the_trace(self, args, kwargs)
         return self.original(*args, **kwargs)
+
+    @property
+    def __code__(self) -> Any:
+        """Where the model's own forward is written: an export names its inputs after that."""
+        return inspect.unwrap(self.original).__code__
 
     def is_carried_by(self, module: nn.Module) -> bool:
         """True for a shallow copy of the model, which has this streamed forward and not one of its own."""

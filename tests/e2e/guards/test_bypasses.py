@@ -107,6 +107,17 @@ def test_where_a_graph_may_not_end_it_is_refused() -> None:
         call(**BATCH)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_of_the_models_own_forward(strict: bool) -> None:
+    model = tiny().eval()
+    with torch.no_grad():
+        expected = model(**BATCH).logits
+        exported = torch.export.export(model, (), {**BATCH, "use_cache": False}, strict=strict)
+        assert torch.equal(exported.module()(**BATCH, use_cache=False).logits, expected)
+    train(model.train())
+    assert status(model).streamed
+
+
 def test_its_own_backend_takes_a_transformed_model_into_its_graph() -> None:
     model = tiny()
     train(torch.compile(model, backend="streambp", options=OPTIONS))

@@ -82,6 +82,16 @@ def test_two_threads_train_two_models_and_a_third_step_follows(door: str) -> Non
             assert all(s.chunked for s in streambp_fx.schedule(own[1]).segments)
 
 
+def test_a_step_is_streamed_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch says to all threads that one of them compiles."""
+    with in_double(LLAMA):
+        eager = LLAMA()
+        model = streambp_fx.transform(copy.deepcopy(eager), chunk=CHUNK)
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        train(eager, model, model, [plain(2, t) for t in LENGTHS])
+        assert all(s.chunked for s in streambp_fx.schedule(model).segments)
+
+
 def test_a_trace_is_not_seen_by_other_threads() -> None:
     seen: list[tuple[bool, Any]] = []
     call = torch.nn.Module.__call__
