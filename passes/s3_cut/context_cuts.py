@@ -18,7 +18,8 @@ from ..graph.facts import Facts, shape_of
 def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
     """Positions of cuts among the nodes of a context that `order` begins with.
 
-    Of positions side by side where one value is alive, the one where it has the fewest bytes is taken.
+    Of positions side by side where one value is alive, the one where it has the fewest bytes is taken. Behind
+    the last node of the context there is a cut in any case: what follows has rows.
     """
     end = next((k for k, n in enumerate(order) if n not in facts.context), len(order))
     last = _last_uses(order, end)
@@ -32,7 +33,8 @@ def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
             size = facts.in_numbers(sympy.Mul(*shape_of(value)))
             single[k + 1] = size * value.meta["val"].element_size()
     runs = itertools.groupby(enumerate(single), key=lambda pair: pair[1] - pair[0])
-    return [min((k for _, k in run), key=lambda k: (single[k], -k)) for _, run in runs]
+    found = {min((k for _, k in run), key=lambda k: (single[k], -k)) for _, run in runs}
+    return sorted({*found, end} - {0})
 
 
 def _last_uses(order: list[Node], end: int) -> dict[Node, int]:
