@@ -126,7 +126,7 @@ class Timeline(LiveBytes):
 
     def called(self, call: Callable, runner: SegmentRunner, kind: str, *args: Any) -> list[Any]:
         """In the place of `SegmentRunner.call`."""
-        block, step, index, frame, _ = args
+        block, step, index, frame, *_ = args
         self._close(None, None)
         segment, head = runner.segment, not runner.segment.mixings
         head = head and segment.index == len(runner.facts.segments) - 1

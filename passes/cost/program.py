@@ -39,6 +39,7 @@ class ProgramCost:
             as two; elementwise work is not counted (as in `torch.utils.flop_counter`).
         ops: how often each op is called.
         kept: bytes of inner values that the backward half of a joint program reads; None without one.
+        saved: bytes of what it returns for another program to read, besides its values.
     """
 
     peaks: tuple[sympy.Expr, ...]
@@ -46,6 +47,7 @@ class ProgramCost:
     flops: sympy.Expr
     ops: Counter[str]
     kept: sympy.Expr | None = None
+    saved: sympy.Expr = sympy.S.Zero
 
     @cached_property
     def peak(self) -> sympy.Expr:
@@ -59,6 +61,7 @@ def program_cost(
     returned: int | None = None,
     live: Iterable[sympy.Expr] | None = None,
     throughout: Node | None = None,
+    saved: int = 0,
 ) -> ProgramCost:
     """Cost of a program by liveness over its graph.
 
@@ -68,15 +71,18 @@ def program_cost(
         returned: how many of the outputs are values of the forward, in the graph of a forward with its VJP.
         live: bytes that are alive after each op, where the graph does not say it because autograd runs it.
         throughout: a node whose memory the caller keeps from one call to the next.
+        saved: how many of the last outputs are for another program to read.
     """
     graph = module.graph
     memory = Memory(graph, sizes, throughout)
+    outputs = _outputs(graph)
     return ProgramCost(
         peaks=largest(memory.live_after_each_op() if live is None else (_rename(v, sizes) for v in live)),
-        outputs=memory.bytes_of(_outputs(graph)),
+        outputs=memory.bytes_of(outputs),
         flops=_rename(sum((flops_of(n) for n in graph.nodes), sympy.S.Zero), sizes),
         ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
-        kept=None if returned is None else memory.kept_after(_outputs(graph)[:returned]),
+        kept=None if returned is None else memory.kept_after(outputs[:returned]),
+        saved=memory.bytes_of(outputs[len(outputs) - saved :]),
     )
 
 

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, Segment
 from ..rules.op_sets import ALIGNED, VIEW_ONLY
+from ..step.saving import ATTENTION, Piece, everywhere
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Policy:
     save: str = "inputs"
     every: int = 1
     offload: str = "none"
+
+    def saves(self, segment: Segment) -> tuple[Piece, ...]:
+        """What is saved of which rows of a segment, besides its inputs."""
+        return everywhere(ATTENTION) if self.save == "attention" and segment.mixings else ()
 
     def __str__(self) -> str:
         what = "inputs and attention outputs" if self.save == "attention" else "inputs"

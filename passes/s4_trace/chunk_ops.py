@@ -208,10 +208,7 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     if in_place is not None and kernel is not None:
         bias = kernel.bias(mask, query, in_place[2])
         extra = (run.ranges.prefix, causal, call["scale"])
-        found = PrefixAttention.apply(query, *in_place, bias, kernel, *extra)
-        if node in run.program.keep:
-            run.program.kept += found
-        return found[0]
+        return PrefixAttention.apply(query, *in_place, bias, kernel, *extra)[0]
     key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
     kernel = choose(query, key, value, mask) if call["dropout_p"] == 0.0 else None
     if kernel is not None and not torch.is_grad_enabled():

@@ -27,7 +27,6 @@ class ChunkProgram:
         segment: the segment.
         targets: nodes to compute, by rows.
         plain: masks that need not be built, since nothing but causality is left of them.
-        keep: attentions whose output and log-sum-exp are wanted as well; a run leaves them in `kept`.
     """
 
     def __init__(
@@ -36,11 +35,8 @@ class ChunkProgram:
         segment: Segment,
         targets: list[Node],
         plain: frozenset[Mask],
-        keep: frozenset[Node] = frozenset(),
     ) -> None:
         self.facts, self.segment, self.targets, self.plain = facts, segment, targets, plain
-        self.keep = keep
-        self.kept: list[Tensor] = []
         self.states = {s.node: s for s in find_states(facts, segment)}
         self.needed = self._demand()
         self.readers = self._count_readers()
@@ -88,5 +84,5 @@ class ChunkProgram:
             reader: how a state is read.
             seed: seed of the chunk's random ops.
         """
-        self.origins, self.kept = Origins(), []
+        self.origins = Origins()
         return Evaluation(self, bindings, ranges, reader, seed).targets()

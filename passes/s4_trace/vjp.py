@@ -22,6 +22,7 @@ from ..graph.recurrence import RECURRENCE_STEP
 from ..graph.symbols import SymbolTable, new_fake_mode
 from ..graph.tracing import trace
 from ..step.instructions import BufferKind
+from ..step.saving import Price
 from . import chunk_ops  # noqa: F401  (registers how ops are written)
 from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
@@ -43,18 +44,18 @@ class Traced:
     Attributes:
         module: its graph; the outputs are the values, then the gradients of rows, then those of parameters.
         values: how many outputs are values.
-        kept: how many outputs after them are kept for the backward, see `policy`.
         guards: what tracing assumed of the sizes.
         fakes: the inputs it was traced with.
-        lowered: programs made of it, by kind.
+        lowered: programs made of it, by kind and by what is saved.
+        saved: what is saved for the backward at a price.
     """
 
     module: GraphModule
     values: int
     guards: Guards
     fakes: list[Any]
-    kept: int = 0
-    lowered: dict[str, Lowered] = field(default_factory=dict)
+    lowered: dict[tuple[str, Price | None], Lowered] = field(default_factory=dict)
+    saved: dict[Price, list[Node]] = field(default_factory=dict)
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
         """True if what tracing assumed holds for these sizes, given by name."""
@@ -164,7 +165,7 @@ def traced_program(
     fakes = FakeInputs(facts, slots, extent, SymbolTable(env), mode, args)
     by_state = kind in ("states", "state_joint")
     targets = list(owner.states) if by_state else segment.outputs
-    program = ChunkProgram(facts, segment, targets, plain, owner.keep if kind == "joint" else frozenset())
+    program = ChunkProgram(facts, segment, targets, plain)
     bodies = {"forward": _forward, "states": _write_states, "state_joint": _state_joint}
     body = bodies.get(kind, _joint)
 
@@ -177,7 +178,7 @@ def traced_program(
     with mode, torch.enable_grad():
         module = trace(traced, *fakes.flat)
     values = len(targets) if kind == "joint" else 0
-    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat, len(program.kept))
+    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat)
 
 
 def outputs_of(module: GraphModule) -> list[Any]:
@@ -213,14 +214,14 @@ def _joint(
 ) -> list[Tensor]:
     """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
 
-    Before them come the outputs themselves, and what is kept for the backward.
+    Before them come the outputs themselves.
     """
     given = Unpacked(slots, extent, flat)
     states, gradients = given.tensors[BufferKind.STATE], given.tensors[BufferKind.STATE_GRADIENT]
     leaves = list(states) if extent.full else []
     wanted = [*owner.diff_rows, *owner.diff_constants]
 
-    def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], tuple[list[Tensor], list[Tensor]]]:
+    def chunk(*primals: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         named = dict(zip(wanted, primals, strict=False))
         if extent.full:
             columns = primals[len(wanted) :]
@@ -229,15 +230,15 @@ def _joint(
             reader = DifferentiatedColumns(states, gradients, given.ranges)
         values = program.run(given.bindings(owner.facts, named), given.ranges, reader, given.seed)
         by_node = dict(zip(program.targets, values, strict=True))
-        return tuple(by_node[n] for n in owner.diff_outputs), (values, program.kept)
+        return tuple(by_node[n] for n in owner.diff_outputs), values
 
     primals = [*_primals(owner, given), *(states[n] for n in leaves)]
-    _, pullback, (values, kept) = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
+    _, pullback, values = torch.func.vjp(chunk, *primals, has_aux=True)  # type: ignore[misc]
     cotangents = given.tensors[BufferKind.COTANGENT]
     found = _pull_back(pullback, [cotangents[n] for n in owner.diff_outputs])
     for node in reversed(leaves):
         gradients[node].add_(found.pop())
-    return [*values, *kept, *found]
+    return [*values, *found]
 
 
 def _state_joint(

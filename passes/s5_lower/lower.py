@@ -177,13 +177,15 @@ def _is_eager(settings: LoweringSettings) -> bool:
 def _copy_what_is_no_view(graph: Graph) -> None:
     """Views of what the program computes may copy.
 
-    NOTE [strides of fake tensors]: where a value lies in memory is known of inputs. Of what ops make, fake
+    NOTE [strides of fake tensors]: where a value lies in memory is known of inputs. Of what ops make (also in
+    the forward of the chunk, if that has saved it), fake
     tensors say it, and are wrong for some (the backward of a softmax over a dim that is not the last): the
     view that the trace has recorded is then impossible. Nobody reads such a value by another name later.
     """
     storages = Storages(graph)
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not all(storages.maker(key).op == "placeholder" for key in storages.of[node]):
+        makers = [storages.maker(key) for key in storages.of[node]]
+        if not all(n.op == "placeholder" and not n.meta.get("saved") for n in makers):
             node.target = aten.reshape.default
 
 
@@ -202,7 +204,7 @@ def restrict(
         given: values that become inputs, from position `place` on, instead of being computed.
     """
     unwanted = aten.add_.Tensor if writes else aten.copy_.default
-    live = _live(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted, frozenset(given))
+    live = live_nodes(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted, frozenset(given))
     graph = Graph()
     copies: dict[Node, Node] = {}
     for position, node in enumerate(module.graph.nodes):
@@ -210,13 +212,16 @@ def restrict(
             for k, value in enumerate(given):
                 copies[value] = graph.placeholder(f"saved_{k}")
                 copies[value].meta.update(value.meta)
+                copies[value].meta["saved"] = True
         if node not in copies and ((node.op == "placeholder" and position < inputs) or node in live):
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output([copies[n] if isinstance(n, Node) else n for n in outputs])
     return GraphModule(module, graph)
 
 
-def _live(graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node]) -> set[Node]:
+def live_nodes(
+    graph: Graph, wanted: set[Node], unwanted: Any = None, given: frozenset[Node] = frozenset()
+) -> set[Node]:
     """Nodes that `wanted` are made of, with the changes in place that they or the caller can see.
 
     What `given` are made of does not count.

@@ -7,17 +7,19 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, Mask, PassError, Segment, expression, operands, tensors_of
 from ..s2_prove.independent_samples import Samples, batch, batch_size
 from ..s4_trace.chunk_program import ChunkProgram
-from ..s4_trace.kept_attention import attention_outputs
 from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
 from ..s4_trace.vjp import Traced, outputs_of, traced_program, without_saved_tensors_hooks
 from ..step.build import Builder, Way
 from ..step.checker import check
 from ..step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
-from .lower import Lowered, LoweringSettings, lower, restrict
+from ..step.saving import Price
+from .lower import Lowered, LoweringSettings, live_nodes, lower, restrict
+from .saved_values import ForwardHalf, saved_values
 
 
 class SegmentPrograms:
@@ -37,12 +39,10 @@ class SegmentPrograms:
         facts: Facts,
         segment: Segment,
         body: str = "eager",
-        save: str = "inputs",
         accumulate: str = "float32",
     ) -> None:
         self.facts, self.segment, self.body = facts, segment, body
         self.wide = accumulate == "float32"
-        self.keep = frozenset(attention_outputs(facts, segment) if save == "attention" else ())
         self.traces: dict[tuple, list[Traced]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
@@ -64,17 +64,42 @@ class SegmentPrograms:
         """True if rows on several devices wait for one another: some state is made of another state."""
         return self.segment.chained or any(s.by_chunk for s in self.states.values())
 
-    def get(self, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Lowered:
+    def get(
+        self,
+        kind: str,
+        plain: frozenset[Mask],
+        extent: Extent,
+        args: list[Any],
+        price: Price | None = None,
+    ) -> Lowered:
         """The program of a kind for these sizes, traced if there is none yet.
 
         Args:
             args: inputs in slot order; only the numbers at their front are looked at.
+            price: at which values are saved by a forward, or were for another program.
         """
         source = self._source(kind, extent)
         traced = self.traced(source, plain, extent, args)
-        if kind not in traced.lowered:
-            traced.lowered[kind] = self._lower(kind, source, traced)
-        return traced.lowered[kind]
+        if (kind, price) not in traced.lowered:
+            saved = [] if price is None or source != "joint" else self.saved(traced, price)
+            traced.lowered[kind, price] = self._lower(kind, source, traced, saved)
+        return traced.lowered[kind, price]
+
+    def saved(self, traced: Traced, price: Price) -> list[Node]:
+        """The values of a joint trace that are saved at a price."""
+        if price not in traced.saved:
+            traced.saved[price] = saved_values(self.forward_half(traced), price)
+        return traced.saved[price]
+
+    def forward_half(self, traced: Traced) -> ForwardHalf:
+        """What a joint trace computes before it reads a gradient, and what of it can be saved."""
+        graph, kinds = traced.module.graph, (BufferKind.COTANGENT, BufferKind.STATE_GRADIENT, BufferKind.SUM)
+        slots = self.slots("joint").tensors
+        inputs = graph.find_nodes(op="placeholder")[-len(slots) :]
+        gradients = (n for n, buffer in zip(inputs, slots, strict=True) if buffer.kind in kinds)
+        results = {n for n in outputs_of(traced.module)[traced.values :] if isinstance(n, Node)}
+        live = live_nodes(graph, results, unwanted=torch.ops.aten.copy_.default)
+        return ForwardHalf.of(traced.module, live, gradients, traced.guards.names)
 
     def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Traced:
         """The trace for these sizes, made if there is none yet.
@@ -105,23 +130,19 @@ class SegmentPrograms:
         shared = self.diff_outputs and not extent.full
         return "joint" if shared and kind in ("forward", "states") else kind
 
-    def keeps(self, way: Way) -> bool:
-        """True if the forward keeps something of each chunk for the backward."""
-        return bool(self.keep) and way.training and not way.full
-
     def reads_kept(self, kind: str) -> bool:
-        """True if a program takes what was kept of attention (state rows need it only if chained)."""
-        return bool(self.keep) and (kind == "joint" or (kind == "states" and self.segment.chained))
+        """True if a program takes what the forward has saved (state rows need it only if chained)."""
+        return kind == "joint" or (kind == "states" and self.segment.chained)
 
-    def _lower(self, kind: str, source: str, traced: Traced) -> Lowered:
+    def _lower(self, kind: str, source: str, traced: Traced, saved: list[Node]) -> Lowered:
         slots, outputs = self.slots(kind), outputs_of(traced.module)
         sums = sum(b.kind is BufferKind.SUM for b in slots.tensors)
         names = input_names(slots)
         fakes, module = traced.fakes[: len(names)], traced.module
         if source == "joint":
-            first = traced.values + traced.kept
-            kinds = {"forward": outputs[:first], "states": [], "joint": outputs[first:], "loss": outputs}
-            given = outputs[traced.values : first] if self.reads_kept(kind) else []
+            values, gradients = outputs[: traced.values], outputs[traced.values :]
+            kinds = {"forward": [*values, *saved], "states": [], "joint": gradients, "loss": outputs}
+            given = saved if self.reads_kept(kind) else []
             place = len(names) - sums
             names[place:place] = [f"saved_{k}" for k in range(len(given))]
             fakes[place:place] = [n.meta["val"] for n in given]

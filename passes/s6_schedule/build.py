@@ -193,7 +193,7 @@ class Scheduler:
         if isinstance(own, Subgraph):
             return RunPart(part=own, name="segment", segment=segment.index, inputs=inputs, results=results)
         way = self._way(segment)
-        kept = _kept(segment) if own.keeps(way) else ()
+        kept = _kept(segment) if way.saves else ()
         return Call(
             programs=own,
             segment=segment.index,
@@ -204,7 +204,11 @@ class Scheduler:
         )
 
     def _way(self, segment: Segment, overwrites: frozenset[Buffer] = frozenset(), half: bool = False) -> Way:
-        return Way(segment.index in self.full, False, self.training, overwrites, half)
+        full, own = segment.index in self.full, self.own[segment.index]
+        chunked = isinstance(own, SegmentPrograms) and not full
+        saving = chunked and self.training and self._is_reached(segment, self.reached)
+        saves = self.parts.policy.saves(segment) if saving else ()
+        return Way(full, False, overwrites, half, saves=saves)
 
     def _loss(self, segment: Segment) -> StepInstruction:
         own, epilogue, position = self.own[segment.index], self.parts.epilogue, self.parts.one_sweep
@@ -308,7 +312,7 @@ class Scheduler:
             return
         over = overwritten_cotangent(self.facts, segment, own)
         way = self._way(segment, over)
-        kept = _kept(segment) if own.keeps(way) else ()
+        kept = _kept(segment) if way.saves else ()
         yield Call(
             programs=own,
             segment=segment.index,

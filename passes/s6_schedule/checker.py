@@ -8,6 +8,7 @@ from typing import Any
 
 from ..graph.facts import shape_of
 from ..step.instructions import Buffer, BufferKind
+from ..step.saving import Piece
 from .program import (
     Add,
     Again,
@@ -117,6 +118,7 @@ class _State:
         self.group_of = {v: k for k, group in enumerate(program.groups) for v in group}
         self.gathered: set[int] = set()
         self.whole: set[Value] = set()
+        self.saves: dict[Value, tuple[Piece, ...]] = {}
         self.shares = any(call.way.several for call in program.calls())
         self.stayed: set[int] = set()
         self.summed: set[Value] = set()
@@ -208,10 +210,19 @@ def _call(state: _State, instruction: Call) -> None:
             )
         for buffer, value in zip(procedure.results, instruction.results, strict=True):
             _fits(buffer, value, False)
+    _saved(state, instruction)
     taken = instruction.way.overwrites
     _run(state, instruction)
     pairs = zip(procedure.parameters, instruction.inputs, strict=False)
     state.spoiled |= {v for b, v in pairs if b in taken and v in state.held}
+
+
+def _saved(state: _State, instruction: Call) -> None:
+    """What is read of a forward is what that has saved."""
+    saves = instruction.way.saves
+    for value in (*instruction.inputs, *instruction.results):
+        if value.kind is ValueKind.KEPT and state.saves.setdefault(value, saves) != saves:
+            raise _Fault(f"{value.name} is not what the forward has saved")
 
 
 #: What a value may be that stands for a buffer.

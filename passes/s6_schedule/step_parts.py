@@ -16,8 +16,8 @@ from ..s2_prove.linear_loss import is_linear
 from ..s3_cut.policy import Policy
 from ..s5_lower.programs import SegmentPrograms
 
-# By signature of the segment, body, what is saved, and the dtype of sums.
-Programs = dict[tuple[str, str, str, str], SegmentPrograms]
+# By signature of the segment, body, and the dtype of sums.
+Programs = dict[tuple[str, str, str], SegmentPrograms]
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,7 @@ def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[Segment
         if not segment.chunked or segment.kind == "whole":
             found.append(_whole_form(facts, segment))
             continue
-        save = making.policy.save if segment.mixings else "inputs"
-        key = (segment.signature, making.body, save, making.accumulate)
+        key = (segment.signature, making.body, making.accumulate)
         if key not in shared:
             shared[key] = SegmentPrograms(facts, segment, *key[1:])
         found.append(shared[key])

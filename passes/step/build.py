@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -30,6 +30,7 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
+from .saving import Piece, shares
 
 if TYPE_CHECKING:
     from ..s5_lower.programs import SegmentPrograms
@@ -42,19 +43,19 @@ class Way:
     Attributes:
         full: some row may read all rows.
         left_out: some rows of some samples are not run.
-        training: there will be a backward, for which the forward keeps what the policy says.
         overwrites: buffers whose memory the gradient of a streamed input takes, if nobody else holds it: the
             cotangent in a backward, the input itself in a loss.
         half: float16 occurs in a loss.
         several: each of several devices runs its own rows, see NOTE [rows on several devices].
+        saves: what is kept of which rows for the backward, besides the inputs; nothing if it is empty.
     """
 
     full: bool = False
     left_out: bool = False
-    training: bool = True
     overwrites: frozenset[Buffer] = frozenset()
     half: bool = False
     several: bool = False
+    saves: tuple[Piece, ...] = ()
 
 
 class Builder:
@@ -80,7 +81,7 @@ class Builder:
         self.sums = list(programs.buffers(BufferKind.SUM))
         self.state_gradients = list(programs.buffers(BufferKind.STATE_GRADIENT))
         self.cotangents = list(programs.buffers(BufferKind.COTANGENT))
-        self.kept = (Buffer(BufferKind.KEPT),) if programs.keeps(way) else ()
+        self.kept = (Buffer(BufferKind.KEPT),) if way.saves else ()
         several = way.several and bool(self.states)
         self.in_turn = several and programs.in_turn
         self.at_once = several and not self.in_turn
@@ -91,17 +92,13 @@ class Builder:
         body += self._memory_of_states()
         filled = self.way.full or self.at_once
         body += self._fill_states(()) if filled else map(Receive, self.states if self.in_turn else ())
-        chunk: list[Instruction] = [
-            Run(
-                "forward",
-                self._inputs("forward"),
-                results=(*self.outputs, *self.kept),
-                writes=() if filled else tuple(self.states),
-            ),
-            *map(WriteRows, self.outputs),
-            *map(Keep, self.kept),
-        ]
-        body.append(Chunks(tuple(chunk)))
+        run = Run(
+            "forward",
+            self._inputs("forward"),
+            results=(*self.outputs, *self.kept),
+            writes=() if filled else tuple(self.states),
+        )
+        body += self._loops(run, *map(WriteRows, self.outputs), *map(Keep, self.kept))
         body += map(Send, self.states if self.in_turn else ())
         body += map(Free, self.states)
         return Procedure("forward", self._given(), tuple(body), (*self.outputs, *self.kept), self.way.several)
@@ -120,7 +117,7 @@ class Builder:
         )
         in_turn = self.state_gradients if self.in_turn else ()
         body += map(Receive, in_turn)
-        body.append(Chunks((joint, *map(WriteRows, self.gradients)), reverse=True))
+        body += self._loops(joint, *map(WriteRows, self.gradients), reverse=True)
         body += map(Send, in_turn)
         if self.at_once:
             body += [ReduceScatter(b, others=not self.way.full) for b in self.state_gradients]
@@ -164,9 +161,14 @@ class Builder:
         kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
         return tuple(b for kind in kinds for b in self.programs.buffers(kind))
 
+    def _loops(self, run: Run, *others: Instruction, reverse: bool = False) -> list[Instruction]:
+        """One after the other, over the rows of which the same is saved."""
+        pieces = [(share, replace(run, price=price)) for share, price in shares(self.way.saves)]
+        loops = [Chunks((own, *others), reverse=reverse, share=share) for share, own in pieces]
+        return [*reversed(loops)] if reverse else [*loops]
+
     def _inputs(self, program: str, kept: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
-        reads = bool(kept) and self.programs.reads_kept(program)
-        return tuple(self.programs.slots(program, reads).tensors)
+        return tuple(self.programs.slots(program, bool(kept) and self.programs.reads_kept(program)).tensors)
 
     def _memory_of_states(self) -> list[Instruction]:
         """A state that goes from chunk to chunk begins with zeros."""
@@ -177,11 +179,12 @@ class Builder:
         if not self.states:
             return []
         own = not self.programs.segment.chained
-        inputs = self._inputs("states", kept)
-        filling = Chunks((Run("states", inputs, writes=tuple(self.states), own=own),))
+        run = Run("states", self._inputs("states", kept), writes=tuple(self.states), own=own)
+        # of attention that a state is made of nothing is computed again
+        filling = self._loops(run) if kept and not own else [Chunks((run,))]
         if self.in_turn:
-            return [*map(Receive, self.states), filling, *map(Send, self.states)]
-        return [filling, *map(AllGather, self.states if self.at_once else ())]
+            return [*map(Receive, self.states), *filling, *map(Send, self.states)]
+        return [*filling, *map(AllGather, self.states if self.at_once else ())]
 
     def _memory_of_gradients(self, kind: BufferKind) -> Iterable[Instruction]:
         """Gradients of streamed inputs lie where something else did that nobody reads any more."""

@@ -7,7 +7,8 @@ direction of the loop decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -33,6 +34,7 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
+from .saving import ALL
 from .text import line
 
 
@@ -73,12 +75,40 @@ def check(procedure: Procedure) -> None:
         UnsoundProcedure: it is not.
     """
     state = _State(procedure)
-    for instruction in procedure.body:
+    for instruction in _joined(procedure):
         _step(state, instruction)
     try:
         state.end()
     except _Fault as fault:
         raise UnsoundProcedure(procedure, None, str(fault)) from None
+
+
+def _joined(procedure: Procedure) -> Iterator[Instruction]:
+    """The instructions, with loops over neighbouring rows of the sequence as the loop over all that they are.
+
+    Raises:
+        UnsoundProcedure: they leave rows out, run some twice, or do different things with them.
+    """
+    loop: Chunks | None = None
+    for instruction in (*procedure.body, None):
+        if loop is not None:
+            if not isinstance(instruction, Chunks) or _body_of(instruction) != _body_of(loop):
+                raise UnsoundProcedure(procedure, loop, "the rest of the rows is not run in the same way")
+            first, then = (instruction, loop) if loop.reverse else (loop, instruction)
+            if first.share[1] != then.share[0] or instruction.share[0] >= instruction.share[1]:
+                raise UnsoundProcedure(procedure, instruction, "rows are left out, or run twice")
+            instruction = replace(loop, share=(first.share[0], then.share[1]))
+            loop = None
+        if isinstance(instruction, Chunks) and instruction.share != ALL:
+            loop = instruction
+        elif instruction is not None:
+            yield instruction
+
+
+def _body_of(loop: Chunks) -> tuple[Any, ...]:
+    """What a loop does with its rows, whatever is saved of them."""
+    body = (replace(i, price=None) if isinstance(i, Run) else i for i in loop.body)
+    return (*body, loop.reverse, loop.over)
 
 
 def _step(state: _State, instruction: Instruction) -> None:
@@ -236,6 +266,9 @@ def _run(state: _State, instruction: Run) -> None:
     if loop is None:
         raise _Fault("a program for a chunk is called outside of a loop")
     state.used()
+    kept = Buffer(BufferKind.KEPT)
+    if instruction.price is not None and kept not in (*instruction.inputs, *instruction.results):
+        raise _Fault("what is to be saved is neither made nor read")
     for buffer in instruction.inputs:
         _reads(state, loop, instruction, buffer)
         state.read.add(buffer)

@@ -12,6 +12,8 @@ from enum import Enum
 
 from torch.fx import Node
 
+from .saving import ALL, Price, Share
+
 
 class BufferKind(Enum):
     """What a tensor is in the step of a segment; the value begins its name.
@@ -96,11 +98,16 @@ class Over(Enum):
 
 @dataclass(frozen=True)
 class Chunks:
-    """A loop over the chunks of the sequence, from the first to the last or in reverse."""
+    """A loop over the chunks of the sequence, from the first to the last or in reverse.
+
+    Attributes:
+        share: of all rows, those that it runs over.
+    """
 
     body: tuple[Instruction, ...]
     reverse: bool = False
     over: Over = Over.RUN
+    share: Share = ALL
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ class Run:
         finishes: state gradients of which it differentiates the chunk's rows. Nothing is added to those rows
             afterwards: what reads them has been differentiated, by this call at the latest.
         own: it reads no columns but those of its own rows.
+        price: what is saved of the chunk, by the forward, or was: a program computes nothing of it again.
     """
 
     program: str
@@ -125,6 +133,7 @@ class Run:
     adds: tuple[Buffer, ...] = ()
     finishes: tuple[Buffer, ...] = ()
     own: bool = False
+    price: Price | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from fractions import Fraction
 from typing import Any
 
 from torch.fx import Node
@@ -32,6 +33,7 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
+from .saving import ALL
 
 
 def text(procedure: Procedure) -> str:
@@ -113,6 +115,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Fraction):
+        return str(value)
     if dataclasses.is_dataclass(value):
         fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"instruction": type(value).__name__, **fields}
@@ -135,7 +139,14 @@ def _run(instruction: Run) -> str:
     writes = f", writes {_names(instruction.writes)}" if instruction.writes else ""
     adds = f", adds to {_names(instruction.adds)}" if instruction.adds else ""
     finishes = f", finishes {_names(instruction.finishes)}" if instruction.finishes else ""
-    return f"{words}{writes}{adds}{finishes}{', columns of its own rows' if instruction.own else ''}"
+    saved = "" if instruction.price is None else f", saved: {instruction.price}"
+    return f"{words}{writes}{adds}{finishes}{', columns of its own rows' if instruction.own else ''}{saved}"
+
+
+def _chunks(loop: Chunks) -> str:
+    reverse = ", in reverse" if loop.reverse else ""
+    share = "" if loop.share == ALL else f", {loop.share[0]} to {loop.share[1]} of the sequence"
+    return f"for chunks of rows {loop.over.value}{share}{reverse}:"
 
 
 def _neighbour(buffer: Buffer, receives: bool) -> str:
@@ -147,7 +158,7 @@ LINES: Mapping[type, Callable[[Any], str]] = {
     Allocate: _allocate,
     Overwrite: lambda i: f"overwrite {i.old.name} with {i.buffer.name}",
     Free: lambda i: f"free {i.buffer.name}",
-    Chunks: lambda i: f"for chunks of rows {i.over.value}{', in reverse' if i.reverse else ''}:",
+    Chunks: _chunks,
     Run: _run,
     WriteRows: lambda i: f"{'add to' if i.add else 'write'} rows of {i.buffer.name}",
     ZeroRows: lambda i: f"zero rows of {i.buffer.name}",

@@ -14,7 +14,7 @@ from ..passes.s6_schedule.program import LOSS_CHUNK as LOSS_CHUNK
 
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
-KEPT = "attention outputs"
+KEPT = "saved values"
 GATHERED, SUMMED = "gathered parameters", "gradients being summed"
 HIDDEN, DATA, OUTPUTS = "hidden-state gradients", "positions and masks", "outputs"
 #: What memory is held for, in the order of pictures and tables.

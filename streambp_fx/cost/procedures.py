@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import sympy
-
-from ..passes.graph.facts import Segment, shape_of
-from ..passes.s4_trace.kept_attention import row_bytes_of_attention
+from ..passes.graph.facts import Segment
 from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from ..passes.s6_schedule.program import Call, Value, ValueKind
 from ..passes.step.instructions import (
@@ -126,19 +123,16 @@ class ProcedureWalk:
     def _chunks(self, loop: Chunks, within: _Bound) -> Iterator[Moment]:
         """A loop over chunks: the calls of its program."""
         segment, runner = within.runner.segment, within.runner
-        cause = self.cause_of_programs(segment)
-        kept = self.kept_bytes(runner) if any(isinstance(inner, Keep) for inner in loop.body) else None
+        cause, keeps = self.cause_of_programs(segment), any(isinstance(inner, Keep) for inner in loop.body)
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
-            calls, held = self.cost.calls_of(runner, run, self.sizes), self.ledger.bytes()
+            calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
-                if kept is not None:
-                    self._hold_kept(within, self.cost.share(kept * call.start))
-                    held = self.ledger.bytes()
                 now = {**held, cause: held.get(cause, 0) + call.peak}
                 work = call.flops if runner.programs.in_turn else self.cost.share(call.flops)
                 yield Moment(within.phase, segment.index, call.chunk, run.program, now, work)
-        if kept is not None:
-            self._hold_kept(within, self.cost.share(kept * self.sizes.tokens))
+                if keeps:
+                    self._save(within, self.cost.share(call.saved))
+                    held = self.ledger.bytes()
 
     def _exchange(self, instruction: AllGather | ReduceScatter, within: _Bound) -> Iterator[Moment]:
         """Rows are packed, one piece for each device; what comes or goes has the size of the whole."""
@@ -154,15 +148,18 @@ class ProcedureWalk:
         together = Collective(kind, name, self.cost.devices, size, ahead=False)
         yield Moment(within.phase, within.call.segment, None, kind.value, held, collective=together)
 
-    def _hold_kept(self, within: _Bound, size: Any) -> None:
-        """What is kept of attention, so far."""
-        self.ledger.hold(Value(ValueKind.KEPT, segment=within.call.segment), KEPT, size)
+    def _save(self, within: _Bound, size: Any) -> None:
+        """More is saved of a segment."""
+        key = Value(ValueKind.KEPT, segment=within.call.segment)
+        before = self.ledger.held[key][1] if key in self.ledger.held else 0
+        self.ledger.hold(key, KEPT, before + size)
 
-    def kept_bytes(self, runner: SegmentRunner) -> Any:
-        """Bytes a row of the sequence that are kept of attention."""
-        nodes = (n for n in runner.model.nodes if n in runner.programs.keep)
-        each = (shape_of(runner.twins[n])[0] * sum(row_bytes_of_attention(n)) for n in nodes)
-        return self.cost.value(sum(each, sympy.S.Zero), self.sizes)
+    def saved_bytes(self, call: Call) -> Any:
+        """Bytes that the forward of a segment saves."""
+        runs = ((loop, run) for loop, run in call.procedure.runs() if run.price is not None)
+        runner = self.runner(call)
+        calls = (c for loop, run in runs for c in self.cost.calls_of(runner, run, self.sizes, loop.share))
+        return self.cost.share(sum(c.saved for c in calls))
 
     def cause_of_programs(self, segment: Segment) -> str:
         """What the bytes of a segment's programs are held for."""

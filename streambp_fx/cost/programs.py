@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,7 @@ import sympy
 from torch.fx import Node
 
 from ..passes.cost.autograd_live import WholeStep
-from ..passes.cost.program import ProgramCost, program_cost
+from ..passes.cost.program import ProgramCost, op_name, program_cost, tensor_bytes
 from ..passes.graph.facts import Facts, Mask, Reach, Segment, compiled, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.s2_prove.footprints import mask_facts
@@ -19,6 +20,7 @@ from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
 from ..passes.s6_schedule.own_rows import made_by_rows
 from ..passes.step.instructions import Buffer, Run
+from ..passes.step.saving import ALL, Share, is_within
 from ..runtime.executor import Executor
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
@@ -34,6 +36,7 @@ class Call:
     Attributes:
         chunk, start: which chunk, and its first row; with sizes that are symbols, the last one.
         peak: bytes that the call makes at once.
+        saved: bytes that it saves; with sizes that are symbols, those of all chunks.
         flops: its floating-point operations; with sizes that are symbols, those of all chunks.
     """
 
@@ -41,6 +44,7 @@ class Call:
     start: Any
     peak: Any
     flops: Any
+    saved: Any
 
 
 class ProgramCosts:
@@ -87,48 +91,50 @@ class ProgramCosts:
         always = not self.executor.asked.always_full.isdisjoint(runner.masks)
         return runner.segment.reach is Reach.FULL or (always and not runner.segment.chained)
 
-    def extents(self, runner: SegmentRunner, sizes: Sizes) -> list[Any]:
-        """The chunks of a segment, in rows and columns; with symbolic sizes the last one alone."""
+    def extents(self, runner: SegmentRunner, sizes: Sizes, share: Share = ALL) -> list[Any]:
+        """The chunks of a share of a segment's rows; with symbolic sizes the last one alone."""
         rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
         full = self.is_full(runner)
         if not sizes.symbolic:
-            return runner.extents_of(sizes.tokens, rows, full)
+            found = runner.extents_of(sizes.tokens, rows, full)
+            return [e for e in found if is_within(e.start, sizes.tokens, share)]
         total = sizes.tokens - runner.segment.removed
-        prefix = total - rows if runner.segment.mixings else 0
+        end = total * share[1]
+        prefix = end - rows if runner.segment.mixings else 0
         window = runner.segment.window
-        low = 0 if runner.segment.mixings else total - rows
+        low = 0 if runner.segment.mixings else end - rows
         if window is not None:
             prefix = int(window) - 1
-            low = total - rows - prefix
+            low = end - rows - prefix
         return [Extent(rows, prefix, low, total, full)]
 
-    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes) -> list[Call]:
-        """What each chunk of a segment costs; identical segments are counted once for one step."""
+    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes, share: Share = ALL) -> list[Call]:
+        """What each chunk of a share of a segment's rows costs; identical segments are counted once."""
         step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
         if self._counted != step:
             self._counted, self._calls_of = step, {}
         plain = self._plain_of(runner)
         segment = runner.segment
-        key = (id(runner.programs), run, plain, self.is_full(runner), segment.window, segment.removed)
+        key = (id(runner.programs), run, plain, self.is_full(runner), segment.window, segment.removed, share)
         if key not in self._calls_of:
-            found = []
-            for chunk, extent in enumerate(self.extents(runner, sizes)):
+            found, extents = [], self.extents(runner, sizes, share)
+            first = 0 if share == ALL else len(self.extents(runner, sizes, (ALL[0], share[0])))
+            for chunk, extent in enumerate(extents, first):
                 cost = self.program(runner, run, extent, sizes)
-                work = self._over_chunks if sizes.symbolic else self.value
+                work = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
                 peak, flops = self.value(cost.peak, sizes, extent), work(cost.flops, sizes, extent)
-                found.append(Call(chunk, extent.start, peak, flops))
+                found.append(Call(chunk, extent.start, peak, flops, work(cost.saved, sizes, extent)))
             self._calls_of[key] = found
         return self._calls_of[key]
 
-    def _over_chunks(self, flops: sympy.Expr, sizes: Sizes, last: Extent) -> sympy.Expr:
-        """Work of all chunks of a segment, from that of its last: chunks are of full length, and each but one
-        with a window reads what comes before it."""
-        chunk = sympy.Symbol("k", integer=True, nonnegative=True)
+    def _over_chunks(self, each: sympy.Expr, sizes: Sizes, last: Extent, share: Share = ALL) -> sympy.Expr:
+        """Work or bytes of all chunks of a share of a segment's rows, from those of the last: chunks are of
+        full length, and each but one with a window reads what comes before it."""
+        chunk, chunks = sympy.Symbol("k", integer=True, nonnegative=True), last.total / last.rows
         grows = self.value(PREFIX, sizes, last).has(TOKENS)
-        each = flops.subs(PREFIX, chunk * last.rows) if grows else flops
-        return sympy.expand(
-            sympy.summation(self.value(each, sizes, last), (chunk, 0, last.total / last.rows - 1))
-        )
+        each = each.subs(PREFIX, chunk * last.rows) if grows else each
+        ends = (chunk, share[0] * chunks, share[1] * chunks - 1)
+        return sympy.expand(sympy.summation(self.value(each, sizes, last), ends))
 
     def _plain_of(self, runner: SegmentRunner) -> frozenset[Mask]:
         """Masks of a segment, by the names of its programs, of which nothing but causality is left."""
@@ -143,10 +149,27 @@ class ProgramCosts:
             prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
             numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
         own = numbers.own() if run.own else numbers
-        key = (id(runner.programs), run.program, plain, own.pattern)
+        key = (id(runner.programs), run.program, run.price, plain, own.pattern)
         if key not in self._programs:
-            self._programs[key] = _cost_of(runner, self.facts, run.program, plain, own)
+            self._programs[key] = _cost_of(runner, self.facts, run, plain, own)
         return self._programs[key]
+
+    def saved_by(self, runner: SegmentRunner, run: Run, sizes: Sizes) -> dict[str, int]:
+        """What a forward saves of each chunk but the first, besides its inputs: bytes a row, by name.
+
+        A value has the name of what it is made for, of the captured graph, and that of the op that makes it.
+        """
+        extent = self.extents(runner, sizes)[-1]
+        plain, numbers = self._plain_of(runner), _numbers(self.facts, runner, extent)
+        assert run.price is not None
+        traced = runner.programs.traced("joint", plain, extent, numbers)
+        names, found = _names(runner, traced.guards.names), dict[str, int]()
+        for node in runner.programs.saved(traced, run.price):
+            one = replace(extent, rows=1)
+            name = f"{node.meta.get('origin', 'value')}: {op_name(node)}"
+            size = self.value(sympy.sympify(tensor_bytes(node.meta["val"])).subs(names), sizes, one)
+            found[name] = found.get(name, 0) + size
+        return found
 
     def whole_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
         """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
@@ -223,10 +246,14 @@ class ProgramCosts:
 
 
 def _cost_of(
-    runner: SegmentRunner, facts: Facts, kind: str, plain: frozenset[Mask], extent: Extent
+    runner: SegmentRunner, facts: Facts, run: Run, plain: frozenset[Mask], extent: Extent
 ) -> ProgramCost:
-    lowered = runner.programs.get(kind, plain, extent, _numbers(facts, runner, extent))
-    return program_cost(lowered.module, _names(runner, lowered.sizes), throughout=lowered.product)
+    numbers = _numbers(facts, runner, extent)
+    lowered = runner.programs.get(run.program, plain, extent, numbers, run.price)
+    names, saved = _names(runner, lowered.sizes), 0
+    if run.program == "forward" and run.price is not None:
+        saved = len(lowered.module.graph.output_node().args[0]) - len(runner.segment.outputs)
+    return program_cost(lowered.module, names, throughout=lowered.product, saved=saved)
 
 
 def _numbers(facts: Facts, runner: SegmentRunner, extent: Extent) -> list[Any]:

@@ -132,6 +132,20 @@ class StepCost(ProgramCosts):
         calls = (c for c in self.step_program.calls() if c.segment == segment.index)
         return list({c.procedure_name: c.procedure for c in calls}.values())
 
+    def saved_of(self, segment: Segment) -> dict[str, int]:
+        """What a segment saves for its backward besides its inputs: bytes a row of all samples, by name.
+
+        Of the rows of which most is saved.
+        """
+        runner = self.executor.runners[segment.index]
+        forwards = [p for p in self.procedures(segment) if p.name == "forward"] if runner is not None else []
+        runs = [run for p in forwards for _, run in p.runs() if run.price is not None]
+        if runner is None or not runs:
+            return {}
+        sizes = self.sizes(self.facts.values[self.facts.sequence])  # type: ignore[index]
+        saved = [self.saved_by(runner, run, sizes) for run in runs]
+        return max(saved, key=lambda found: sum(found.values()), default={})
+
     def offloaded(self, sizes: Sizes) -> Any:
         """Bytes that lie in host memory or on disk at the end of the forward."""
         walk = StepWalk(self, self.step_program, sizes)

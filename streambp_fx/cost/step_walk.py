@@ -143,9 +143,8 @@ class StepWalk(ProcedureWalk):
     def bytes_of(self, value: Value) -> Any:
         """Bytes of a value."""
         if value.kind is ValueKind.KEPT:
-            runner = self.cost.executor.runners[value.segment or 0]
-            assert runner is not None
-            return self.cost.share(self.kept_bytes(runner) * self.sizes.tokens)
+            calls = self.program.calls()
+            return self.saved_bytes(next(c for c in calls if value in c.results))
         return self.cost.held_of(_node(value), self.sizes)
 
     def _group(self, instruction: Group) -> Iterator[Moment]:

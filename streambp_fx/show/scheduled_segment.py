@@ -12,7 +12,6 @@ from ..passes.graph.facts import Reach, Segment, shape_of, tensors_of
 from ..passes.graph.sources import path
 from ..passes.s3_cut.segment import row_bytes
 from ..passes.s4_trace.carried_state import find_states
-from ..passes.s4_trace.kept_attention import attention_outputs, row_bytes_of_attention
 from ..passes.step.instructions import Procedure
 from ..passes.step.text import text
 
@@ -69,11 +68,7 @@ class ScheduledSegment:
         """What the forward keeps for the backward: name and bytes a row of the batch."""
         facts = self.schedule.facts
         found = {n.name: int(row_bytes(facts, n)) for n in self.segment.rows}
-        if self.schedule.options.save == "attention":
-            for node in attention_outputs(facts, self.segment):
-                output, sums = row_bytes_of_attention(node)
-                found |= {node.name: output, f"{node.name} log-sum-exp": sums}
-        return found
+        return found | self.schedule.cost.saved_of(self.segment)
 
     @property
     def footprints(self) -> dict[str, str]:

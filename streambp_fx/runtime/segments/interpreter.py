@@ -33,6 +33,7 @@ from ...passes.step.instructions import (
     WriteRows,
     ZeroRows,
 )
+from ...passes.step.saving import is_within
 from .own_rows import OwnRows
 from .segment_runner import SegmentRunner
 from .step_blocks import RowBlock, StepData
@@ -101,10 +102,10 @@ def prepare(procedure: Procedure, frame: Frame) -> None:
     """
     runner, step = frame.runner, frame.step
     for loop, call in procedure.runs():
-        for block in frame.blocks(loop.over) if call.adds else ():
+        for _, block in _blocks(loop, frame) if call.adds else ():
             extent = (block.own() if call.own else block).extent
             numbers = runner.numbers(extent, step.seed, step.of(block.part))
-            runner.program(call.program, extent, step, numbers)
+            runner.program(call.program, extent, step, numbers, call.price)
 
 
 def _execute(instruction: Instruction, frame: Frame) -> None:
@@ -145,17 +146,23 @@ def _free(instruction: Free, frame: Frame) -> None:
 
 
 def _chunks(instruction: Chunks, frame: Frame) -> None:
-    blocks = list(enumerate(frame.blocks(instruction.over)))
+    blocks = _blocks(instruction, frame)
     for frame.index, frame.block in reversed(blocks) if instruction.reverse else blocks:
         for inner in instruction.body:
             _execute(inner, frame)
+
+
+def _blocks(loop: Chunks, frame: Frame) -> list[tuple[int, RowBlock]]:
+    """The chunks of a loop, with their places among all."""
+    blocks = enumerate(frame.blocks(loop.over))
+    return [(k, b) for k, b in blocks if is_within(b.extent.start, frame.step.total, loop.share)]
 
 
 def _run(instruction: Run, frame: Frame) -> None:
     assert frame.block is not None
     block = frame.block.own() if instruction.own else frame.block
     kind, inputs = instruction.program, instruction.inputs
-    found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs)
+    found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs, instruction.price)
     for buffer in instruction.results:
         frame.results[buffer] = found if buffer.kind is BufferKind.KEPT else found.pop(0)
 

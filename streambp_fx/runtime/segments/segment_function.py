@@ -43,7 +43,7 @@ class StreamedSegment(torch.autograd.Function):
         else:
             outputs = tuple(run(forward, frame))
         ctx.runner, ctx.step, ctx.procedure = runner, step, backward
-        ctx.inputs, ctx.whole, ctx.chunks = len(tensors), len(whole), len(frame.kept)
+        ctx.inputs, ctx.whole, ctx.kept = len(tensors), len(whole), [len(own) for own in frame.kept]
         read = (as_it_is(t) for t in (*tensors, *whole))
         ctx.save_for_backward(*read, *itertools.chain(*frame.kept))
         if backward is not None:  # what is wrong with it is said in the forward: nothing is half done
@@ -69,7 +69,6 @@ class StreamedSegment(torch.autograd.Function):
         runner, step = ctx.runner, ctx.step
         tensors = iter(ctx.saved_tensors)
         saved, whole = (list(itertools.islice(tensors, n)) for n in (ctx.inputs, ctx.whole))
-        kept = list(tensors)
         by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
         given = [by_node[n] for n in runner.diff_outputs]
         if all(g is None for g in given):
@@ -80,8 +79,7 @@ class StreamedSegment(torch.autograd.Function):
             frame.tensors[buffer] = (
                 _zeros(runner, buffer, frame) if gradient is None else gradient.contiguous()
             )
-        each = len(kept) // max(1, ctx.chunks)  # none where no attention of a chunk could be kept
-        frame.kept = [kept[k * each : (k + 1) * each] for k in range(ctx.chunks)]
+        frame.kept = [list(itertools.islice(tensors, n)) for n in ctx.kept]
         procedure = ctx.procedure
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]

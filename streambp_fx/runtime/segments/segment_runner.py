@@ -20,6 +20,7 @@ from ...passes.s4_trace.program_inputs import Extent
 from ...passes.s5_lower.lower import Lowered
 from ...passes.s5_lower.programs import SegmentPrograms
 from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
+from ...passes.step.saving import Price
 from .failures import compile_error
 from .own_rows import RowsOfValue
 from .owned_buffers import split_rows
@@ -218,7 +219,14 @@ class SegmentRunner:
     # ---- programs
 
     def call(
-        self, kind: str, block: RowBlock, step: StepData, index: int, frame: Frame, inputs: Iterable[Buffer]
+        self,
+        kind: str,
+        block: RowBlock,
+        step: StepData,
+        index: int,
+        frame: Frame,
+        inputs: Iterable[Buffer],
+        price: Price | None = None,
     ) -> list[Any]:
         """Run a program on one chunk.
 
@@ -227,6 +235,7 @@ class SegmentRunner:
             index: of the chunk.
             frame: what is held.
             inputs: what of that goes into the program, in order.
+            price: at which values of the chunk are saved, or were.
         """
         extent, own = block.extent, step.of(block.part)
         seed = step.seed + ((self.segment.index << 20) + step.first_index + index << 12)
@@ -237,7 +246,7 @@ class SegmentRunner:
             else:
                 value = self.part_of(buffer, frame.tensors[buffer], block.part, step)
                 args.append(self.input(buffer, value, extent, own, index))
-        program = self.program(kind, extent, own, args)
+        program = self.program(kind, extent, own, args, price)
         if program.workspace is not None:
             args.append(frame.workspace_of(program.workspace))
         return program.run(*args)
@@ -261,11 +270,13 @@ class SegmentRunner:
             return value.narrow(buffer.dim, extent.low, extent.columns)
         return value
 
-    def program(self, kind: str, extent: Extent, step: StepData, args: list[Any]) -> Lowered:
+    def program(
+        self, kind: str, extent: Extent, step: StepData, args: list[Any], price: Price | None = None
+    ) -> Lowered:
         """The program for a chunk; only the numbers at the front of `args` are looked at."""
         plain = frozenset(m for m, own in self.model_masks.items() if own in step.plain)
         try:
-            return self.programs.get(kind, plain, extent, args)
+            return self.programs.get(kind, plain, extent, args, price)
         except PassError as error:
             raise compile_error(error) from error
 

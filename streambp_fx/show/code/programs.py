@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -13,6 +14,7 @@ from ...passes.s4_trace.vjp import Guards
 from ...passes.s6_schedule.build import is_half
 from ...passes.step.build import Way
 from ...passes.step.instructions import Buffer, BufferKind, Procedure, Run
+from ...passes.step.saving import Price
 from ...runtime.segments.owned_buffers import OwnedBuffers
 from ...runtime.segments.segment_runner import SegmentRunner
 from ...runtime.segments.step_blocks import StepData
@@ -37,6 +39,20 @@ class Variant:
     condition: list[str]
     body: Body
     name: str = ""
+
+
+class Key(NamedTuple):
+    """What the programs that are chosen from have in common.
+
+    Attributes:
+        kind: of program.
+        full: each row may read all rows.
+        price: at which values are saved, or were.
+    """
+
+    kind: str
+    full: bool
+    price: Price | None
 
 
 class SegmentCode:
@@ -66,13 +82,11 @@ class SegmentCode:
         self.cotangents = name(runner.diff_outputs, "grad_{}")
         self.row_gradients = name(runner.diff_rows, "grad_{}")
         self.accumulators = name(runner.diff_constants, "grad_{}")
-        # what is kept of each attention: its output and its log-sum-exp
-        keep = [n for n in self.segment.nodes if n in self._kept()]
-        self.saved = name([n for n in keep for _ in range(2)], "kept_{}")
-        self.kept = scope.new("kept") if self.saved else ""
+        self.saves = context.executor.policy.saves(self.segment) if self.trained else ()
+        self.saved = scope.new("saved") if self.saves else ""
         self.names = self._names()
         self.flags = {m: t.name for m in self.masks() if (t := context.plain[m]).answer is None}
-        self.variants: dict[tuple[str, bool], list[Variant]] = {}
+        self.variants: dict[Key, list[Variant]] = {}
         for full in self.reaches():
             self._make(full)
 
@@ -98,10 +112,6 @@ class SegmentCode:
             ]
         )
 
-    def _kept(self) -> set[Node]:
-        twins = dict(zip(self.programs.segment.nodes, self.segment.nodes, strict=True))
-        return {twins[n] for n in self.programs.keep}
-
     # ---- which programs there are
 
     def masks(self) -> list[Mask]:
@@ -119,13 +129,15 @@ class SegmentCode:
 
     def procedure(self, name: str, full: bool = False) -> Procedure:
         """A part of the segment's step, as it is printed: nothing is written over."""
-        return self.programs.procedure(name, Way(full, half=is_half(self.segment)))
+        saves = () if full else self.saves
+        return self.programs.procedure(name, Way(full, half=is_half(self.segment), saves=saves))
 
     def _runs(self, full: bool) -> list[Run]:
         """The calls of programs, in the order in which the programs are printed."""
         parts = ["loss"] if self.one_sweep else ["forward", *(["backward"] if self.trained else [])]
-        found = {r.program: r for part in parts for _, r in self.procedure(part, full).runs()}
-        return [found[kind] for kind in PURPOSE if kind in found]
+        runs = [r for part in parts for _, r in self.procedure(part, full).runs()]
+        found = {(r.program, r.price): r for r in runs}.values()
+        return [run for kind in PURPOSE for run in found if run.program == kind]
 
     def _make(self, full: bool) -> None:
         choices: list[frozenset[Mask]] = [frozenset()]
@@ -136,13 +148,13 @@ class SegmentCode:
             elif answer is None and not full:
                 choices = [d for c in choices for d in (c | {mask}, c)]
         for run in self._runs(full):
-            kind = run.program
-            found = self.variants.setdefault((kind, full), [])
+            key = Key(run.program, full, run.price)
+            found = self.variants.setdefault(key, [])
             for plain in choices:
                 step = self.step(plain, full)
                 for extent in self.runner.extents(step):
-                    self._add(found, kind, extent.own() if run.own else extent, step)
-            self._name(kind, full, found)
+                    self._add(found, key, extent.own() if run.own else extent, step)
+            self._name(key, found)
 
     def step(self, plain: frozenset[Mask], full: bool) -> StepData:
         """A step of the sizes of the sample, with these masks plain; `full`: each row may read all rows."""
@@ -151,9 +163,10 @@ class SegmentCode:
         sizes, tokens = self.context.values, self.context.tokens
         return StepData(sizes, tokens, 2**40, OwnedBuffers(), *chunks, plain=plain, full=every)
 
-    def _add(self, found: list[Variant], kind: str, extent: Extent, step: StepData) -> None:
+    def _add(self, found: list[Variant], key: Key, extent: Extent, step: StepData) -> None:
         """Print the program of a chunk, unless it is there."""
-        lowered = self.runner.program(kind, extent, step, self.runner.numbers(extent, step.seed, step))
+        numbers = self.runner.numbers(extent, step.seed, step)
+        lowered = self.runner.program(key.kind, extent, step, numbers, key.price)
         traces = (t for ts in self.programs.traces.values() for t in ts)
         guards = next(t.guards for t in traces if any(p is lowered for p in t.lowered.values()))
         assert isinstance(guards, Guards)
@@ -164,10 +177,19 @@ class SegmentCode:
             return
         graph = lowered.module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        inputs = dict(zip(placeholders, self.inputs(kind, extent.full), strict=True))
-        scope = Scope([*self.context.globals.taken, *inputs.values()])
-        body = BodyPrinter(graph, printer, self.context.model, scope, inputs).print()
-        found.append(Variant(kind, condition, body))
+        given = [n for n in placeholders if not n.meta.get("saved")]
+        inputs = dict(zip(given, self.inputs(key.kind), strict=True))
+        scope = Scope([*self.context.globals.taken, *inputs.values(), "saved"])
+        saved = {n: scope.new(self._name_of_saved(n)) for n in placeholders if n.meta.get("saved")}
+        body = BodyPrinter(graph, printer, self.context.model, scope, inputs | saved).print()
+        if saved:
+            body.lines[:0] = fold(4, "[", list(saved.values()), "] = saved")
+        found.append(Variant(key.kind, condition, body))
+
+    def _name_of_saved(self, node: Node) -> str:
+        """After the value of the model that it is, or is a part of."""
+        origin = self.context.model.by_name.get(node.meta.get("origin"))
+        return f"saved_{'value' if origin is None else self.context.model.of(origin)}"
 
     def _condition(self, extent: Extent, step: StepData, printer: Printer, guards: Guards) -> list[str]:
         """When a program is the right one: lengths of 0 and 1, assumptions of its trace, plain masks."""
@@ -183,9 +205,9 @@ class SegmentCode:
         tests += [printer.size(g) for g in guards.conditions()]
         return tests + [n if m in step.plain else f"not {n}" for m, n in self.flags.items()]
 
-    def _name(self, kind: str, full: bool, variants: list[Variant]) -> None:
+    def _name(self, key: Key, variants: list[Variant]) -> None:
         """Names of the functions; programs that read alike are one function."""
-        base = f"{self.label}_{kind}_chunk{'_of_all_rows' if full else ''}"
+        base = f"{self.label}_{key.kind}_chunk{self._suffix(key)}"
         known: dict[tuple, str] = {}
         for variant in variants:
             text = (tuple(variant.body.lines), tuple(variant.body.results), variant.body.refused)
@@ -199,7 +221,7 @@ class SegmentCode:
 
     def used(self, name: str) -> bool:
         """True if some program reads an input."""
-        return any(name in self.parameters(kind, full) for kind, full in self.variants)
+        return any(name in self.parameters(key) for key in self.variants)
 
     @property
     def seeded(self) -> bool:
@@ -211,22 +233,28 @@ class SegmentCode:
         pairs = zip(self.segment.whole, self.whole, strict=True)
         return [(node, name) for node, name in pairs if self.used(name)]
 
-    def inputs(self, kind: str, full: bool) -> list[str]:
-        """Names of a program's inputs, in order."""
-        slots = self.programs.slots(kind, kept=not full and self.programs.reads_kept(kind))
-        names = [*SIZES, "seed", *(self.context.symbols[s] for s in slots.symbols)]
-        for buffer in slots.tensors:
-            names += self.saved if buffer.kind is BufferKind.KEPT else [self.names[buffer]]
-        return names
+    def inputs(self, kind: str) -> list[str]:
+        """Names of a program's inputs, in order, but for what the forward has saved."""
+        slots = self.programs.slots(kind)
+        symbols = (self.context.symbols[s] for s in slots.symbols)
+        return [*SIZES, "seed", *symbols, *(self.names[buffer] for buffer in slots.tensors)]
 
-    def parameters(self, kind: str, full: bool) -> list[str]:
-        """Inputs that some program of a kind reads."""
-        bodies = [v.body for v in self.variants[kind, full]]
-        return [n for n in self.inputs(kind, full) if any(b.reads(n) or b.refused for b in bodies)]
+    def parameters(self, key: Key) -> list[str]:
+        """Inputs that some program of a kind reads; at the end what the forward has saved, in a list."""
+        bodies = [v.body for v in self.variants[key]]
+        read = [n for n in self.inputs(key.kind) if any(b.reads(n) or b.refused for b in bodies)]
+        takes = key.price is not None and self.programs.reads_kept(key.kind)
+        return [*read, "saved"] if takes else read
 
-    def chooser(self, kind: str, full: bool) -> str:
+    def chooser(self, key: Key) -> str:
         """Name of the function that finds the program of a kind."""
-        return f"{self.label}_{kind}{'_of_all_rows' if full else ''}_program"
+        return f"{self.label}_{key.kind}{self._suffix(key)}_program"
+
+    def _suffix(self, key: Key) -> str:
+        """What tells programs of a kind apart that read other rows, or where other values are saved."""
+        prices = list(dict.fromkeys(k.price for k in self.variants if k.kind == key.kind))
+        saved = f"_saving_{prices.index(key.price)}" if len(self.saves) > 1 else ""
+        return f"{'_of_all_rows' if key.full else ''}{saved}"
 
     def chooser_parameters(self) -> list[str]:
         """Names of what that function is given: sizes of the chunk, and answers about the masks."""
@@ -236,18 +264,18 @@ class SegmentCode:
     def functions(self) -> list[str]:
         """All programs, and for each kind the function that finds the right one."""
         texts = []
-        for (kind, full), variants in self.variants.items():
-            parameters, printed = self.parameters(kind, full), set()
+        for key, variants in self.variants.items():
+            parameters, printed = self.parameters(key), set()
             for variant in variants:
                 if variant.name not in printed:
                     printed.add(variant.name)
-                    note = f"{PURPOSE[kind]} For {' and '.join(variant.condition)}."
+                    note = f"{PURPOSE[key.kind]} For {' and '.join(variant.condition)}."
                     texts.append(function(variant.name, parameters, note, variant.body))
-            texts.append(self._choose(kind, full, variants))
+            texts.append(self._choose(key, variants))
         return texts
 
-    def _choose(self, kind: str, full: bool, variants: list[Variant]) -> str:
-        lines = fold(0, f"def {self.chooser(kind, full)}(", self.chooser_parameters(), "):")
+    def _choose(self, key: Key, variants: list[Variant]) -> str:
+        lines = fold(0, f"def {self.chooser(key)}(", self.chooser_parameters(), "):")
         lines += docstring("The program for a chunk of these sizes.")
         for variant in variants:
             lines += fold(4, f"if {' and '.join(variant.condition)}:", [], "")

@@ -225,7 +225,7 @@ class StepCode:
 
     def _forward(self, segment: Any) -> None:
         self.lines.append("")
-        sweeps = self.functions.sweeps[segment.signature]
+        sweeps = self.functions.sweeps_of(segment)
         self._refuse_all_rows(segment, sweeps)
         results = [self._value(n) for n in segment.outputs] + self._kept(segment, sweeps)
         head = f"{targets(results)} = {self._function(sweeps, 'forward')}("
@@ -233,7 +233,7 @@ class StepCode:
 
     def _kept(self, segment: Any, sweeps: Sweeps) -> list[str]:
         """Where the step keeps what the forward of a segment hands to its backward."""
-        return [f"kept_{segment.index}"] if sweeps.code.saved else []
+        return [f"saved_{segment.index}"] if sweeps.code.saves else []
 
     def _refuse_all_rows(self, segment: Any, sweeps: Sweeps) -> None:
         tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
@@ -245,7 +245,7 @@ class StepCode:
     def _call_loss(self, instruction: CallLoss) -> None:
         """The head with its epilogue: loss and gradients come together."""
         segment, position = self.facts.segments[instruction.segment], instruction.position
-        sweeps, part = self.functions.sweeps[segment.signature], self.functions.tail
+        sweeps, part = self.functions.sweeps_of(segment), self.functions.tail
         rows = self._value(segment.outputs[0])
         self.lines.append("")
         inner = ["rows" if n is segment.outputs[0] else self._value(n) for n in part.values] + part.sizes
@@ -268,7 +268,7 @@ class StepCode:
             node = value.node
             if value.kind is ValueKind.KEPT and value.segment is not None:
                 segment = self.facts.segments[value.segment]
-                found += self._kept(segment, self.functions.sweeps[segment.signature])
+                found += self._kept(segment, self.functions.sweeps_of(segment))
             elif value.kind is ValueKind.CAPTURED and self.names.get(node, "").isidentifier():
                 found.append(self.names[node])
         if found:
@@ -319,7 +319,7 @@ class StepCode:
 
     def _backward(self, segment: Any, instruction: Call) -> None:
         self.lines.append("")
-        sweeps = self.functions.sweeps[segment.signature]
+        sweeps = self.functions.sweeps_of(segment)
         cotangents = [self._popped(v) for v in instruction.inputs if v.kind is ValueKind.GRADIENT]
         arguments = [*cotangents, *self._kept(segment, sweeps), *self._arguments(segment, sweeps.code)]
         self.lines += fold(4, f"found = {self._function(sweeps, 'backward')}(", arguments, ")")

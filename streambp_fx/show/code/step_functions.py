@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ...passes.graph.facts import Segment
 from ...passes.graph.subgraph import Subgraph
 from ...passes.s6_schedule.program import Call, CallLoss, RunPart, StepProgram
 from .context import Context, Test
@@ -22,7 +23,7 @@ class StepFunctions:
         program: the instructions of the step.
 
     Attributes:
-        sweeps: over the chunks of a segment, by its signature.
+        sweeps: over the chunks of a segment, by its signature and what it saves.
         parts: what runs whole, by the index of its segment.
         tail: what is made of the last segment's rows.
         whole: values that no gradient reaches.
@@ -36,7 +37,7 @@ class StepFunctions:
         self.tests: list[Test] = [t for t in (*context.plain.values(), *context.open.values()) if t.text]
         calls = [c for c in program.instructions() if isinstance(c, Call)]
         self.trained = {self.segments[c.segment].signature for c in calls if c.procedure_name != "forward"}
-        self.sweeps: dict[str, Sweeps] = {}
+        self.sweeps: dict[tuple, Sweeps] = {}
         self.parts: dict[str, PrintedSubgraph] = {}
         for instruction in program.instructions():
             if isinstance(instruction, RunPart) and instruction.segment is not None:
@@ -54,27 +55,34 @@ class StepFunctions:
 
     def _sweeps(self, instruction: Call) -> None:
         segment, runner = self.segments[instruction.segment], self.executor.runners[instruction.segment]
-        signature = segment.signature
-        if signature in self.sweeps:
+        key = self._key(segment)
+        if key in self.sweeps:
             return
         assert runner is not None
         one_sweep, label = isinstance(instruction, CallLoss), f"segment_{segment.index}"
-        code = SegmentCode(self.context, runner, label, one_sweep, signature in self.trained)
-        alike = [s.index for s in self.segments if s.signature == signature]
-        self.sweeps[signature] = Sweeps(code, _numbers(alike))
+        code = SegmentCode(self.context, runner, label, one_sweep, segment.signature in self.trained)
+        alike = [s.index for s in self.segments if self._key(s) == key]
+        self.sweeps[key] = Sweeps(code, _numbers(alike))
+
+    def _key(self, segment: Segment) -> tuple:
+        return segment.signature, self.executor.policy.saves(segment)
+
+    def sweeps_of(self, segment: Segment) -> Sweeps:
+        """The sweeps that serve a segment."""
+        return self.sweeps[self._key(segment)]
 
     def _whole_read(self) -> list[Node]:
         """Whole values that something printed reads."""
         read = {n for p in (self.tail, *self.parts.values()) for n in p.values}
         read |= {n for test in self.tests for n in test.arguments if isinstance(n, Node)}
         for segment in self.segments:
-            if segment.signature in self.sweeps:
+            if self._key(segment) in self.sweeps:
                 read.update(self.whole_of(segment))
         return [n for n in self.executor.parts.whole.outputs if n in read]
 
     def whole_of(self, segment: Any) -> list[Node]:
         """What a segment's sweeps take of its whole values."""
-        code = self.sweeps[segment.signature].code
+        code = self.sweeps_of(segment).code
         of = dict(zip(code.segment.whole, segment.whole, strict=True))
         return [of[node] for node, _ in code.whole_used()]
 

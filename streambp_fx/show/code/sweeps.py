@@ -25,8 +25,9 @@ from ...passes.step.instructions import (
     Scale,
     WriteRows,
 )
+from ...passes.step.saving import Share
 from .body import docstring, returned, targets
-from .programs import SegmentCode
+from .programs import Key, SegmentCode
 
 
 class Sweeps:
@@ -62,7 +63,7 @@ class Sweeps:
     def parameters(self, cotangents: bool = False) -> list[str]:
         """Names of the parameters of a sweep; `cotangents`: with the gradients, and what was kept."""
         code = self.code
-        first = [*code.cotangents, *([code.kept] if code.saved else [])] if cotangents else []
+        first = [*code.cotangents, *([code.saved] if code.saves else [])] if cotangents else []
         names = [*first, *code.rows, *code.constants]
         names += [name for _, name in code.whole_used()]
         seed = ["seed"] if code.seeded else []
@@ -123,15 +124,22 @@ class Sweeps:
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
         found = f"enumerate(chunks(total, {chunk}))"
         chunks = f"reversed(list({found}))" if loop.reverse else found
-        lines = [f"    for index, (start, rows) in {chunks}:"]
+        lines = [f"    for index, (start, rows) in {chunks}:", *self._outside(loop.share)]
         for instruction in loop.body:
             if isinstance(instruction, Run):
                 lines += [*self._extent(full, instruction.own), *self._run(instruction, full)]
             elif isinstance(instruction, WriteRows):
                 lines.append(self._write(instruction))
             elif isinstance(instruction, Keep):
-                lines.append(f"        {self.code.kept}.append(({', '.join(self.code.saved)}))")
+                lines.append(f"        {self.code.saved}.append(chunk_saved)")
         return lines
+
+    def _outside(self, share: Share) -> list[str]:
+        """Chunks of which something else is saved have a loop of their own."""
+        begin, end = share
+        tests = [f"start * {begin.denominator} < {begin.numerator} * T"] if begin else []
+        tests += [f"start * {end.denominator} >= {end.numerator} * T"] if end != 1 else []
+        return [f"        if {' or '.join(tests)}:", "            continue"] if tests else []
 
     def _extent(self, full: bool, own: bool) -> list[str]:
         """The columns of a chunk, as the runtime chooses them."""
@@ -146,17 +154,16 @@ class Sweeps:
 
     def _run(self, instruction: Run, full: bool) -> list[str]:
         """Find the program for the chunk and call it."""
-        code, kind = self.code, instruction.program
-        values = {n: n for n in code.inputs(kind, full)}
-        values |= {n: f"{code.kept}[index][{k}]" for k, n in enumerate(code.saved)}
-        values["seed"] = "seed + (index << 12)"
+        code, key = self.code, Key(instruction.program, full, instruction.price)
+        values = {n: n for n in code.inputs(key.kind)}
+        values |= {"seed": "seed + (index << 12)", "saved": f"{code.saved}[index]"}
         values |= {code.names[b]: self._given(b) for b in instruction.inputs if b.node is not None}
-        results: list[str] = []
-        for buffer in instruction.results:
-            results += code.saved if buffer.kind is BufferKind.KEPT else [f"chunk_{code.names[buffer]}"]
-        lines = fold(8, f"program = {code.chooser(kind, full)}(", code.chooser_parameters(), ")")
+        saves = [b for b in instruction.results if b.kind is BufferKind.KEPT]
+        results = [f"chunk_{code.names[b]}" for b in instruction.results if b not in saves]
+        results += ["*chunk_saved"] if saves else []
+        lines = fold(8, f"program = {code.chooser(key)}(", code.chooser_parameters(), ")")
         target = f"{targets(results)} = " if results else ""
-        arguments = [values[n] for n in code.parameters(kind, full)]
+        arguments = [values[n] for n in code.parameters(key)]
         return [*lines, *fold(8, f"{target}program(", arguments, ")")]
 
     def _given(self, buffer: Buffer) -> str:
@@ -206,9 +213,9 @@ class Sweeps:
     def _forward(self, full: bool) -> str:
         code = self.code
         lines = self._head(self.name("forward", full), self.parameters(), f"{self.numbers}, forwards.")
-        lines += [f"    {code.kept} = []"] if code.saved else []
+        lines += [f"    {code.saved} = []"] if code.saves else []
         lines += self._print(self.code.procedure("forward", full).body, full)
-        return "\n".join([*lines, *returned([*code.outputs, *([code.kept] if code.saved else [])])])
+        return "\n".join([*lines, *returned([*code.outputs, *([code.saved] if code.saves else [])])])
 
     def _backward(self, full: bool) -> str:
         code = self.code

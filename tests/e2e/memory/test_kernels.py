@@ -212,7 +212,9 @@ def programs_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[A
     str(found)
     layer = next(s for s in found.facts.segments if s.mixings)
     traces = found.cost.executor.runners[layer.index].programs.traces
-    return found, [t for each in traces.values() for t in each]
+    return found, sorted(
+        (t for each in traces.values() for t in each), key=lambda t: len(t.module.graph.nodes)
+    )
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])

@@ -18,7 +18,6 @@ import streambp_fx
 from streambp_fx.errors import OffloadError
 from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.s3_cut.policy import Policy, candidates
-from streambp_fx.passes.s4_trace.kept_attention import attention_outputs
 from streambp_fx.runtime import offload
 
 # Host memory of a CPU, and budgets that nothing fits: both are said, and both run.
@@ -82,14 +81,22 @@ def test_exact_where_the_data_decides_how_far_rows_read() -> None:
     check_exact(functools.partial(build, "falcon_alibi"), batches, save="attention")
 
 
-@pytest.mark.parametrize(("family", "impl", "count"), [("qwen3", "sdpa", 1), ("qwen3", "eager", 0)])
-def test_which_attentions_are_kept(family: str, impl: str, count: int) -> None:
-    model = build(family, impl)
+KERNEL = "scaled_dot_product_attention_default: "
+SAVED = {
+    "sdpa": {f"{KERNEL}logaddexp.default", f"{KERNEL}add.Tensor"},
+    "eager": {"contiguous: clone.default"},
+}
+
+
+@pytest.mark.parametrize("impl", SAVED)
+def test_what_is_saved_of_attention(impl: str) -> None:
+    """Of a kernel the output and the log-sum-exp; of products the output, as the weights are too many."""
+    model = build("qwen3", impl)
     streambp_fx.transform(model, chunk=16, loss_chunk=8, save="attention")
     step(model, plain(2, 40))
-    found = facts_of(model)
-    layers = [s for s in found.segments if s.mixings]
-    assert [len(attention_outputs(found, s)) for s in layers] == [count] * len(layers)
+    schedule = streambp_fx.schedule(model)
+    layers = [s for s in schedule.segments if s.segment.mixings]
+    assert [set(s.saved) - {n.name for n in s.segment.rows} for s in layers] == [SAVED[impl]] * len(layers)
 
 
 def test_attention_is_not_computed_again() -> None:

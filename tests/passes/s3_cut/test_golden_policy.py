@@ -1,4 +1,4 @@
-"""policy: which segments keep their inputs together, and which attentions are kept."""
+"""policy: which segments keep their inputs together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.s3_cut.policy import Policy, candidates, groups, rows_from_outside
-from streambp_fx.passes.s4_trace.kept_attention import attention_outputs, row_bytes_of_attention
 
 POLICIES = [Policy(), Policy("attention"), Policy("inputs", 2), Policy("attention", 2), Policy("inputs", 4)]
 
@@ -36,17 +35,6 @@ def teacher(m: Small, ids: Tensor) -> Tensor:
     for _ in range(2):
         x = x + attend(m.heads(x), m.heads(m.first(x)), m.heads(x), is_causal=True)
     return ((m.head(x) - m.head(y).detach()) ** 2).mean()
-
-
-def kinds_of_attention(m: Small, ids: Tensor) -> Tensor:
-    x = m.embed(ids)
-    x = x + attend(m.heads(x), m.heads(m.first(x)), m.heads(m.second(x)), is_causal=True)
-    x = x + attend(m.heads(x), m.heads(m.first(x)), m.heads(m.second(x)))
-    x = x + attend(m.heads(x), m.heads(m.first(x)), m.heads(m.second(x)), is_causal=True, dropout_p=0.1)
-    x = x + attend(m.heads(x), m.heads(m.first(x)), m.heads(m.first(x)), is_causal=True, scale=0.5)
-    keys = m.heads(m.first(x))
-    x = x + attend(m.heads(x), keys, keys, is_causal=True)
-    return m.head(x).sum()
 
 
 @functools.cache
@@ -86,18 +74,6 @@ def test_a_teacher_keeps_nothing_and_is_in_no_group_with_others() -> None:
     assert frozen
     for policy in POLICIES:
         assert all(len(g) == 1 for g in grouped(teacher, policy) if frozen & set(g))
-
-
-def test_which_attentions_can_be_kept() -> None:
-    """Those that a kernel differentiates in place: causal, without dropout, over states of their own."""
-    facts, lines, kept = facts_of(kinds_of_attention), [], []
-    for segment in facts.segments:
-        outputs = attention_outputs(facts, segment)
-        kept.append(len(outputs))
-        sizes = (f"{n.name} ({' + '.join(map(str, row_bytes_of_attention(n)))} bytes a row)" for n in outputs)
-        lines.append(f"segment {segment.index} ({segment.kind}): {listed(sizes)}")
-    check_golden(sections(source(kinds_of_attention), "\n".join(lines)), __file__, "policy_attentions_kept")
-    assert kept == [0, 1, 0, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("place", ["none", "host"])

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from streambp_fx.passes.step.instructions import (
     Procedure,
     Run,
 )
+from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, everywhere
 from streambp_fx.passes.step.text import text, to_json
 
 
@@ -54,12 +56,10 @@ def of_all_rows(model: OneLayer, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def programs(
-    body: Callable[[OneLayer, Tensor], Tensor], position: int, save: str = "inputs"
-) -> SegmentPrograms:
+def programs(body: Callable[[OneLayer, Tensor], Tensor], position: int) -> SegmentPrograms:
     torch.manual_seed(0)
     facts = facts_of(WithLoss(OneLayer(body)), torch.randint(0, 11, (2, 13)))
-    return SegmentPrograms(facts, facts.segments[position], save=save)
+    return SegmentPrograms(facts, facts.segments[position])
 
 
 def head() -> SegmentPrograms:
@@ -67,8 +67,10 @@ def head() -> SegmentPrograms:
 
 
 def procedures() -> dict[str, Procedure]:
-    """Those of a layer, of one whose rows read all rows, of one that keeps its attention, and of a head."""
-    layer, full, keeping = programs(causal, 1), programs(of_all_rows, 1), programs(causal, 1, "attention")
+    """Those of a layer, of one whose rows read all rows, of one that saves its attention, and of a head."""
+    layer, full = programs(causal, 1), programs(of_all_rows, 1)
+    saves = Way(saves=everywhere(ATTENTION))
+    pieces = (Piece(Fraction(3, 8), None), Piece(Fraction(5, 8), ATTENTION), Piece(Fraction(1), Price(64, 0)))
     output = Buffer(BufferKind.COTANGENT, layer.diff_outputs[0])
     rows = frozenset(Buffer(BufferKind.ROWS, n) for n in head().diff_rows)
     over, padded = Way(overwrites=frozenset({output})), Way(left_out=True)
@@ -80,8 +82,10 @@ def procedures() -> dict[str, Procedure]:
         "forward, padded": layer.procedure("forward", padded),
         "forward of all rows": full.procedure("forward", Way(full=True)),
         "backward of all rows": full.procedure("backward", Way(full=True)),
-        "forward that keeps": keeping.procedure("forward", Way()),
-        "backward of what is kept": keeping.procedure("backward", Way()),
+        "forward that keeps": layer.procedure("forward", saves),
+        "backward of what is kept": layer.procedure("backward", saves),
+        "forward in pieces": layer.procedure("forward", Way(saves=pieces)),
+        "backward in pieces": layer.procedure("backward", Way(saves=pieces)),
         "loss": head().procedure("loss", Way()),
         "loss, overwriting": head().procedure("loss", loss),
         "loss in float16": head().procedure("loss", Way(half=True)),
@@ -91,8 +95,8 @@ def procedures() -> dict[str, Procedure]:
 
 NAMES = (
     "forward", "backward", "backward, overwriting", "forward, padded", "forward of all rows",
-    "backward of all rows", "forward that keeps", "backward of what is kept", "loss", "loss, overwriting",
-    "loss in float16", "scaling",
+    "backward of all rows", "forward that keeps", "backward of what is kept", "forward in pieces",
+    "backward in pieces", "loss", "loss, overwriting", "loss in float16", "scaling",
 )  # fmt: skip
 
 
@@ -215,6 +219,40 @@ def test_a_forward_does_not_run_in_reverse() -> None:
     body = (*forward.body[:place], loop, *forward.body[place + 1 :])
     with pytest.raises(UnsoundProcedure, match="in reverse no rows of earlier chunks are there to be read"):
         check(dataclasses.replace(forward, body=body))
+
+
+def in_pieces(name: str, **over: object) -> Procedure:
+    """A procedure whose second loop is another one."""
+    procedure = procedures()[name]
+    place = only(procedure.body, Chunks)[1]
+    loop = dataclasses.replace(procedure.body[place], **over)  # type: ignore[type-var]
+    body = (*procedure.body[:place], loop, *procedure.body[place + 1 :])
+    return dataclasses.replace(procedure, body=body)
+
+
+@pytest.mark.parametrize("share", [(3, 4), (2, 5), (3, 6), (4, 5), (5, 3)])
+def test_rows_are_neither_left_out_nor_run_twice(share: tuple[int, int]) -> None:
+    with pytest.raises(UnsoundProcedure, match="left out, or run twice"):
+        check(in_pieces("forward in pieces", share=tuple(Fraction(k, 8) for k in share)))
+
+
+def test_all_rows_are_run_in_the_same_way() -> None:
+    with pytest.raises(UnsoundProcedure, match="not run in the same way"):
+        check(in_pieces("forward in pieces", reverse=True))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_what_is_saved_is_made_and_read(name: str) -> None:
+    procedure = procedures()[name]
+    place = only(procedure.body, Chunks)[-1]
+    run, *others = procedure.body[place].body  # type: ignore[union-attr]
+    loop = dataclasses.replace(
+        procedure.body[place],  # type: ignore[type-var]
+        body=(dataclasses.replace(run, price=ATTENTION), *others),
+    )
+    body = (*procedure.body[:place], loop, *procedure.body[place + 1 :])
+    with pytest.raises(UnsoundProcedure, match="is to be saved"):
+        check(dataclasses.replace(procedure, body=body))
 
 
 def test_a_sum_begins_with_zero() -> None:
