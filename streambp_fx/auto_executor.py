@@ -15,12 +15,14 @@ import sympy
 import torch
 from torch import Tensor
 
+from .choosing.saving import Space, choose_saving
 from .cost.step import StepCost
 from .errors import StreamBPWarning
 from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
 from .passes.s6_schedule.step_parts import StepParts
+from .passes.step.saving import Saving
 from .runtime.executor import Executor, tokens_of
 from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
@@ -33,6 +35,8 @@ SHARE = 0.8
 LESS_MEMORY = 'A smaller chunk, policy="auto" or offload="disk" take less'
 # One choice serves lengths up to the next multiple of this: ragged batches do not choose again and again.
 STEP = 1024
+# A smaller chunk is taken where it spares more than this share of what would be computed again.
+LITTLE = 0.02
 
 
 def choose_rows(
@@ -90,10 +94,13 @@ class AutoExecutor:
         self.policies = candidates(options.stored) if auto else [options.stored]
         if (stored is not None and stored.taken) or options.mesh is not None:  # NOTE [what devices choose]
             self.policies = [p for p in self.policies if p.every == options.stored.every]
+        if auto and options.mesh is None:  # what attention computes is among what may be saved besides
+            self.policies.remove(Policy("attention"))
         first = Executor(facts, options.storing(self.policies[0]), stored=stored)
         self.executors = {self.policies[0]: first}
         self.costs: dict[Policy, StepCost] = {}
         self.choices: dict[tuple[int, ...], Choice] = {}
+        self.space: Space | None = None
 
     @property
     def sweeps(self) -> int:
@@ -196,11 +203,36 @@ class AutoExecutor:
                 return policy, rows
             held = peak(rows)
             if held <= budget:
-                return policy, rows
+                return self._with_more_saved(policy, tokens, others, rows, budget)
             if smallest is None or held < smallest[0]:
                 smallest = held, policy, rows
         assert smallest is not None
         return smallest[1:]
+
+    def _with_more_saved(
+        self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int, budget: int
+    ) -> tuple[Policy, int]:
+        """A policy that fits, with what the rest of the memory has room for, and the rows of a chunk.
+
+        Smaller chunks leave more room. They are taken where that spares more than a little.
+        """
+        if policy != Policy() or not torch.is_grad_enabled() or self.options.mesh is not None:
+            return policy, rows
+        cost, found = self.costs[policy], []
+        smaller = [r for r in chunk_sizes(self.executors[policy].sequences(others)) if r < rows]
+        for own in (rows, *(smaller if self.options.chunk == "auto" else ())):
+            self.space = Space(cost, cost.sizes(tokens, own, others), self.space)
+            found.append(
+                (self.space.spared(budget - self._peak(policy, tokens, others, own)), own, self.space)
+            )
+        most = max(spared for spared, *_ in found)
+        _, rows, space = next(f for f in found if f[0] >= (1 - LITTLE) * most)
+
+        def peak(saving: Saving) -> int:
+            return cost.storing(Policy(saving)).peak(space.sizes).total
+
+        chosen = choose_saving(space, budget, peak)
+        return (policy if chosen is None else Policy(chosen.saving)), rows
 
     def _peak(
         self,

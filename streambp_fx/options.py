@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .passes.s3_cut.policy import Policy
+from .passes.step.saving import Saving
 from .units import CHOICES, parse_bytes
 
 # Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight
@@ -38,6 +39,7 @@ class Options:
         seq_dim: which dim of an input is the sequence, by the input's name, where the graph does not tell.
         save: what a layer keeps for the backward: "inputs" (its input rows; the rest is computed again) or
             "attention" (also the output and the log-sum-exp of attention, which then is not computed again).
+            What `policy="auto"` has chosen to save stands here as well.
         every: only every k-th layer keeps its inputs; those between are computed again first.
         offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
             memory, for models on a GPU, with PyTorch 2.12 or later) or "disk".
@@ -63,7 +65,7 @@ class Options:
     memory: int | str | None = None
     logits: str = "drop"
     seq_dim: Mapping[str, int] | None = None
-    save: str = "inputs"
+    save: str | Saving = "inputs"
     every: int = 1
     offload: str = "none"
     policy: str = "given"
@@ -82,7 +84,8 @@ class Options:
         if self.memory is not None:
             parse_bytes(self.memory)
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
+            chosen = name == "save" and isinstance(self.save, Saving)
+            if getattr(self, name) not in allowed and not chosen:
                 values = ", ".join(f'"{v}"' for v in allowed)
                 raise ValueError(f"{name} must be one of {values}, not {getattr(self, name)!r}")
         if self.policy == "auto" and (self.save, self.every) != ("inputs", 1):

@@ -12,14 +12,15 @@ By default a segment keeps its streamed inputs and nothing else. Three choices c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, Segment
 from ..rules.op_sets import ALIGNED, VIEW_ONLY
-from ..step.saving import ATTENTION, Piece, everywhere
+from ..step.saving import ATTENTION, Piece, Price, Saving, evenly, everywhere
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,52 @@ class Policy:
     """What is kept and where.
 
     Attributes:
-        save: "inputs", or "attention" for attention outputs and log-sum-exps as well.
+        save: "inputs", or "attention" for attention outputs and log-sum-exps as well, or what is saved of
+            each segment besides its inputs.
         every: only every k-th segment keeps its inputs.
         offload: "none", "host" or "disk".
     """
 
-    save: str = "inputs"
+    save: str | Saving = "inputs"
     every: int = 1
     offload: str = "none"
 
     def saves(self, segment: Segment) -> tuple[Piece, ...]:
         """What is saved of which rows of a segment, besides its inputs."""
+        if isinstance(self.save, Saving):
+            return self.save.segments[segment.index]
         return everywhere(ATTENTION) if self.save == "attention" and segment.mixings else ()
 
     def __str__(self) -> str:
-        what = "inputs and attention outputs" if self.save == "attention" else "inputs"
+        what = "inputs and attention outputs" if self.save == "attention" else str(self.save)
         which = f" of every {ordinal(self.every)} segment" if self.every > 1 else ""
         where = {"none": "", "host": ", in host memory", "disk": ", on disk"}[self.offload]
         return f"store {what}{which}{where}"
+
+
+def as_checked(policy: Policy, facts: Facts) -> Policy:
+    """The policy under which a short step runs all programs that steps under this one run.
+
+    Of a few chunks each one saves something else: of segments that are alike, all that some of them saves.
+    Steps that save the same of other rows are the same to a check.
+    """
+    if not isinstance(policy.save, Saving):
+        return policy
+    alike: dict[str, dict[Price | None, None]] = {}
+    for segment in facts.segments:
+        prices = (piece.price for piece in policy.saves(segment) or evenly([None]))
+        alike.setdefault(segment.signature, {}).update(dict.fromkeys(prices))
+    first = next((s for s in facts.segments if s.mixings), None)
+    pieces, seen = [], Counter[str]()
+    for segment in facts.segments:
+        own = list(alike[segment.signature])
+        turn = seen[segment.signature] % len(own)
+        seen[segment.signature] += 1
+        joins = segment is first and not policy.saves(
+            segment
+        )  # what looks rows up runs with it, see `groups`
+        pieces.append(() if joins or own == [None] else evenly(own[turn:] + own[:turn]))
+    return replace(policy, save=Saving(tuple(pieces)))
 
 
 def candidates(policy: Policy) -> list[Policy]:
@@ -80,19 +109,19 @@ def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
     """
     found: list[list[Segment]] = []
     for segment in facts.segments:
-        if found and facts.trains(segment) and segment.mixings and _joins(facts, policy, found[-1]):
+        if found and facts.trains(segment) and segment.mixings and _joins(facts, policy, found[-1], segment):
             found[-1].append(segment)
         else:
             found.append([segment])
     return found
 
 
-def _joins(facts: Facts, policy: Policy, group: list[Segment]) -> bool:
+def _joins(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -> bool:
     """True if a group takes in the segment after it, which reads along the sequence."""
     layers = sum(bool(s.mixings) for s in group)
     if group[-1].mixings:
         return facts.trains(group[-1]) and layers < policy.every
-    again = policy.save == "inputs" or policy.every > 1
+    again = not policy.saves(after) or policy.every > 1
     return len(group) == 1 and again and _looks_up(facts, group[0]) and _is_there_again(facts, group[0])
 
 

@@ -10,7 +10,8 @@ Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion awar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import networkx
@@ -49,6 +50,7 @@ class ForwardHalf:
     read: frozenset[Node]
     savable: frozenset[Node]
     names: Names
+    _work: dict[int | None, dict[Node, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(module: GraphModule, live: set[Node], gradients: Iterable[Node], names: Names) -> ForwardHalf:
@@ -73,6 +75,21 @@ class ForwardHalf:
         savable = frozenset(n for n in nodes if _is_savable(n, storages, fixed))
         return ForwardHalf(nodes, read, savable, names)
 
+    def operations(self, prefix: int | None) -> dict[Node, int]:
+        """What it takes to compute each value again, in operations; 0 for a view.
+
+        Args:
+            prefix: rows before the chunk. None: only what grows faster than the sequence counts.
+        """
+        if prefix not in self._work:
+            self._work[prefix] = {n: _operations(n, prefix, self.names) for n in self.nodes}
+        return self._work[prefix]
+
+    @cached_property
+    def bytes(self) -> dict[Node, int]:
+        """What each value takes that can be saved."""
+        return {n: _number(tensor_bytes(n.meta["val"]), self.names, ROWS, 0) for n in self.savable}
+
 
 def _is_savable(node: Node, storages: Storages, fixed: set[sympy.Symbol]) -> bool:
     keys, value = storages.of[node], node.meta["val"]
@@ -90,12 +107,12 @@ def saved_values(half: ForwardHalf, price: Price) -> list[Node]:
     A value has two ends. It is computed again if both are on the side of the backward, saved if the cut is
     between them, and not needed otherwise; what is computed again needs its operands on that side as well.
     """
-    graph, inside = networkx.DiGraph(), set(half.nodes)
+    graph, inside, again = networkx.DiGraph(), set(half.nodes), half.operations(price.prefix)
     for node in half.nodes:
         into, out = (node, "in"), (node, "out")
-        graph.add_edge(AGAIN, into, capacity=operations(node, price, half.names))
-        capacity = {"capacity": price_of(node, price, half.names)} if node in half.savable else {}
-        graph.add_edge(into, out, **capacity)  # without a capacity it is never cut
+        graph.add_edge(AGAIN, into, capacity=again[node])
+        bounds = {"capacity": int(price.operations * half.bytes[node])} if node in half.savable else {}
+        graph.add_edge(into, out, **bounds)  # without a capacity it is never cut
         graph.add_edges_from(((o, "out"), into) for o in node.all_input_nodes if o in inside)
         if node in half.read:
             graph.add_edge(out, BACKWARD)
@@ -114,27 +131,27 @@ def computed_again(half: ForwardHalf, saved: Iterable[Node]) -> list[Node]:
     return [n for n in half.nodes if n in needed and n not in known]
 
 
-def operations(node: Node, price: Price, names: Names) -> int:
-    """What it takes to compute a value again, in operations; 0 for a view.
-
-    Without a number of rows before the chunk only what grows faster than the sequence counts.
-    """
+def _operations(node: Node, prefix: int | None, names: Names) -> int:
+    if prefix is not None:
+        return _number(work_of(node), names, ROWS, prefix)
     products = flops_of(node)
-    if price.prefix is None:
-        return max(0, _number(products, names, 2 * FAR, 2 * FAR) - 2 * _number(products, names, FAR, FAR))
+    return max(0, _number(products, names, 2 * FAR, 2 * FAR) - 2 * _number(products, names, FAR, FAR))
+
+
+def work_of(node: Node) -> sympy.Expr:
+    """Operations of a node in the sizes of its graph: those of products and attention, and for each byte that
+    is read or written as many as a device could do meanwhile."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.is_view:
-        return 0
+        return sympy.S.Zero
     made = [tensor_bytes(v) for v in tensors_of(node)]
     read = [expression(v.numel()) * v.element_size() for n in node.all_input_nodes for v in tensors_of(n)]
-    moved = sum(_number(size, names, ROWS, price.prefix) for size in (*made, *read))
-    device = tensors_of(node)[0].device.type
-    return _number(products, names, ROWS, price.prefix) + moved * OPERATIONS_PER_BYTE.get(device, 128)
+    return flops_of(node) + sympy.Add(*made, *read) * operations_per_byte(node)
 
 
-def price_of(node: Node, price: Price, names: Names) -> int:
-    """What it costs to save a value, in operations."""
-    return int(price.operations * _number(tensor_bytes(node.meta["val"]), names, ROWS, price.prefix or 0))
+def operations_per_byte(node: Node) -> int:
+    """How many operations of a product the device of a value does while it reads or writes a byte."""
+    return OPERATIONS_PER_BYTE.get(tensors_of(node)[0].device.type, 128)
 
 
 def _number(size: Any, names: Names, rows: int, prefix: int) -> int:

@@ -96,7 +96,7 @@ def _group(
     later = {v for i in rest for v in i.inputs}
     results = tuple(v for i in body for v in i.results if v in later)
     # nobody reads the last outputs again, and what they were made of is kept
-    again = body[:-1] if parts.policy.save == "inputs" else body
+    again = body if parts.policy.saves(group[-1]) else body[:-1]
     return Group(body=body, again=again, inputs=_read(body), results=results)
 
 

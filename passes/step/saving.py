@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 
@@ -48,6 +48,27 @@ class Piece:
 #: All rows.
 ALL = (Fraction(0), Fraction(1))
 Share = tuple[Fraction, Fraction]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What each segment saves for its backward, besides its inputs.
+
+    Attributes:
+        segments: by index of the segment, the pieces of its rows in order; without any nothing is saved.
+        words: what that is, for people.
+    """
+
+    segments: tuple[tuple[Piece, ...], ...]
+    words: str = field(default="inputs and chosen values", compare=False)
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def evenly(prices: Sequence[Price | None]) -> tuple[Piece, ...]:
+    """Pieces of the same size, one for each price."""
+    return tuple(Piece(Fraction(k, len(prices)), price) for k, price in enumerate(prices, 1))
 
 
 def everywhere(price: Price | None) -> tuple[Piece, ...]:

@@ -119,16 +119,16 @@ def self_check(
 @contextlib.contextmanager
 def _apart(executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> Iterator[Drawing]:
     """Within: nothing that a check does is seen outside of it."""
-    executors = list(executor.executors.values()) if isinstance(executor, AutoExecutor) else [executor]
-    largest = [(e, e.largest) for e in executors]
+    several = executor.executors if isinstance(executor, AutoExecutor) else {executor.policy: executor}
+    largest = {e: e.largest for e in several.values()}
     devices = {v.device for v in inputs if isinstance(v, Tensor)}
     try:
         with warnings.catch_warnings(), alone(), comparable(executor.facts, devices) as drawing:
             warnings.simplefilter("ignore")
             yield drawing
     finally:
-        for own, before in largest:
-            own.largest = before
+        for own in several.values():  # one may have been made for the check
+            own.largest = largest.get(own)
 
 
 class _Check:

@@ -18,6 +18,7 @@ from ..passes.graph.subgraph import Subgraph
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
+from ..passes.s4_trace.vjp import Traced
 from ..passes.s6_schedule.own_rows import made_by_rows
 from ..passes.step.instructions import Buffer, Run
 from ..passes.step.saving import ALL, Share, is_within
@@ -154,15 +155,23 @@ class ProgramCosts:
             self._programs[key] = _cost_of(runner, self.facts, run, plain, own)
         return self._programs[key]
 
+    def trace_of(self, runner: SegmentRunner, extent: Extent) -> Traced:
+        """The joint program of a chunk, before it is lowered."""
+        numbers = _numbers(self.facts, runner, extent)
+        return runner.programs.traced("joint", self._plain_of(runner), extent, numbers)
+
+    def names_of(self, runner: SegmentRunner, traced: Traced) -> dict[sympy.Symbol, sympy.Expr]:
+        """What the size symbols of a trace are called here."""
+        return _names(runner, traced.guards.names)
+
     def saved_by(self, runner: SegmentRunner, run: Run, sizes: Sizes) -> dict[str, int]:
         """What a forward saves of each chunk but the first, besides its inputs: bytes a row, by name.
 
         A value has the name of what it is made for, of the captured graph, and that of the op that makes it.
         """
         extent = self.extents(runner, sizes)[-1]
-        plain, numbers = self._plain_of(runner), _numbers(self.facts, runner, extent)
         assert run.price is not None
-        traced = runner.programs.traced("joint", plain, extent, numbers)
+        traced = self.trace_of(runner, extent)
         names, found = _names(runner, traced.guards.names), dict[str, int]()
         for node in runner.programs.saved(traced, run.price):
             one = replace(extent, rows=1)

@@ -168,20 +168,20 @@ def test_policies_hold_less_where_they_should() -> None:
 
 
 def test_the_policy_is_chosen_for_the_memory() -> None:
-    """Much memory: attention is kept. Less: inputs alone. Too little: what takes least. Always exact."""
+    """Much memory: all is saved. Less: inputs alone. Too little: what takes least. Always exact."""
     factory = functools.partial(build, "llama", num_hidden_layers=6, **WIDE)
     given: dict[str, Any] = {"chunk": 64, "loss_chunk": 64}
     with in_double(factory):
         cost = streambp_fx.explain(factory(), 512, **given).cost
         inputs = cost.peak(cost.sizes(512)).total
-        expected = {10**12: ("attention", 1), inputs: ("inputs", 1), 1: ("attention", 2)}
-        for memory, (save, every) in expected.items():
+        expected = {10**12: ("100%", 1), inputs: ("0%", 1), 1: ("attention", 2)}
+        for memory, (saved, every) in expected.items():
             torch._dynamo.reset()
             eager, streamed = pair(factory, **given, policy="auto", memory=memory)
             compare(eager, streamed, {"T=512": plain(1, 512)}, 1e-9)
             found = streambp_fx.schedule(streamed)
             assert found is not None
-            assert (found.options.save, found.options.every) == (save, every), (memory, inputs)
+            assert saved in str(found.policy) and found.options.every == every, (memory, found.policy)
             assert "(chosen)" in str(found)
         compare(eager, streamed, {"short": plain(1, 9)}, 1e-9)
 

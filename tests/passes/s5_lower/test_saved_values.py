@@ -32,8 +32,6 @@ from streambp_fx.passes.s5_lower.saved_values import (
     ROWS,
     ForwardHalf,
     computed_again,
-    operations,
-    price_of,
     saved_values,
 )
 from streambp_fx.passes.step.saving import ATTENTION, Price
@@ -90,7 +88,7 @@ def test_what_is_saved(function: Callable[..., Any]) -> None:
     names.graph(half.nodes[0].graph)
     for price in (ATTENTION, Price(10**6, PREFIX), Price(300, PREFIX), Price(1, PREFIX)):
         saved = saved_values(half, price)
-        again = sum(operations(n, Price(1, PREFIX), half.names) for n in computed_again(half, saved)) // ROWS
+        again = sum(half.operations(PREFIX)[n] for n in computed_again(half, saved)) // ROWS
         lines.append(f"{price}: {listed(names.names[n] for n in saved)}; {again} operations a row are left")
     text = sections(source(function), "\n".join(lines))
     check_golden(text, __file__, f"saved_values_{function.__name__}")
@@ -104,12 +102,11 @@ def test_no_other_set_costs_less(function: Callable[..., Any], extent: Any) -> N
     for operations_a_byte in (0.1, 2, 10, 30, 70, 200, 900, 5000):
         price = Price(operations_a_byte, PREFIX)
 
-        again = {n: operations(n, price, half.names) for n in half.nodes}
-        prices = {n: price_of(n, price, half.names) for n in half.savable}
+        again = half.operations(PREFIX)
 
-        def cost(saved: Iterable[Node], again: Any = again, prices: Any = prices) -> int:
+        def cost(saved: Iterable[Node], each: float = operations_a_byte, again: Any = again) -> int:
             left = computed_again(half, saved)
-            return sum(again[n] for n in left) + sum(prices[n] for n in saved)
+            return sum(again[n] for n in left) + sum(int(each * half.bytes[n]) for n in saved)
 
         found, worth = saved_values(half, price), sorted(half.savable, key=half.nodes.index)
         least = cost(found)
@@ -128,7 +125,7 @@ def test_more_is_saved_at_a_lower_price(function: Callable[..., Any]) -> None:
     for number in (10**9, 5000, 900, 200, 70, 30, 10, 2, 0.1):
         price = Price(number, PREFIX)
         left = computed_again(half, saved_values(half, price))
-        again.append(sum(operations(n, Price(1, PREFIX), half.names) for n in left))
+        again.append(sum(half.operations(PREFIX)[n] for n in left))
     assert again == sorted(again, reverse=True) and again[0] > again[-1]
 
 

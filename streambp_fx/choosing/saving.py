@@ -1,0 +1,238 @@
+"""What each chunk of a step saves for its backward, such that most work is spared with the memory there is.
+
+Each chunk of each layer has a frontier of sets of values (`frontier`). To go one corner further spares work
+and takes bytes. The steps that spare most for a byte are made first, over all layers and chunks, until the
+peak of the step, as the cost model has it, would be above the budget. That is the best that can be done where
+all that is saved is held at the peak: a knapsack whose pieces are small.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from ..cost.held_bytes import Sizes
+from ..cost.step import StepCost
+from ..passes.graph.facts import Segment
+from ..passes.s4_trace.vjp import Traced
+from ..passes.step.saving import Piece, Price, Saving
+from ..runtime.segments.segment_runner import SegmentRunner
+from ..units import readable
+from .frontier import expressions, frontier
+
+
+@dataclass(frozen=True)
+class Step:
+    """One corner further on the frontier of a chunk.
+
+    Attributes:
+        segment, chunk: whose.
+        corner: that it goes to, from the one before.
+        saved: bytes more that are saved.
+        spared: operations that need not be computed again.
+    """
+
+    segment: int
+    chunk: int
+    corner: int
+    saved: int
+    spared: int
+
+
+class Space:
+    """What may be saved in a step of a certain size.
+
+    Args:
+        cost: of the step in which nothing is saved but inputs.
+        sizes: as numbers.
+        known: the space of the same graph for other sizes: its frontiers are not sought again.
+
+    Attributes:
+        steps: those that spare most for a byte first.
+    """
+
+    def __init__(self, cost: StepCost, sizes: Sizes, known: Space | None = None) -> None:
+        self.cost, self.sizes = cost, sizes
+        self.prices: dict[Any, list[Price]] = {} if known is None else known.prices
+        self.known: dict[Any, tuple[Any, Any]] = {} if known is None else known.known
+        self.starts: dict[int, list[int]] = {}
+        self.steps = sorted(self._steps(), key=lambda s: (-s.spared / s.saved, s.segment, -s.chunk))
+
+    @property
+    def segments(self) -> Iterator[tuple[Segment, SegmentRunner]]:
+        """Those that run by chunks forwards and backwards."""
+        calls = list(self.cost.step_program.calls())
+        back = {c.segment for c in calls if c.procedure_name == "backward" and not c.way.full}
+        for call in calls:
+            if call.procedure_name == "forward" and call.segment in back:
+                runner = self.cost.executor.runners[call.segment]
+                assert runner is not None
+                yield self.cost.facts.segments[call.segment], runner
+
+    def prices_of(self, runner: SegmentRunner) -> list[Price]:
+        """Of the corners of a segment's frontier, the highest first."""
+        extent = self.cost.extents(runner, self.sizes)[-1]
+        # as many rows as there are before a chunk on average, to the next power of two
+        prefix = 1 << max(0, (extent.prefix // 2 - 1).bit_length()) if extent.prefix > 1 else 0
+        key = id(runner.programs), prefix
+        if key not in self.prices:
+            half = runner.programs.forward_half(self.cost.trace_of(runner, extent))
+            self.prices[key] = [c.price for c in frontier(half, prefix) if c.price is not None]
+        return self.prices[key]
+
+    def _steps(self) -> Iterator[Step]:
+        known: dict[Any, list[list[tuple[int, int]]]] = {}
+        for segment, runner in {s.index: (s, r) for s, r in self.segments}.values():
+            prices, extents = self.prices_of(runner), self.cost.extents(runner, self.sizes)
+            self.starts[segment.index] = [e.start for e in extents]
+            key = id(runner.programs), segment.window, segment.removed
+            if key not in known:
+                known[key] = [self._corners(runner, extent, prices) for extent in extents]
+            for chunk, corners in enumerate(known[key]):
+                yield from _further(segment.index, chunk, corners)
+
+    def _corners(self, runner: SegmentRunner, extent: Any, prices: list[Price]) -> list[tuple[int, int]]:
+        """Bytes saved and operations left of a chunk, where nothing is saved and at each price."""
+        traced = self.cost.trace_of(runner, extent)
+        found = []
+        for price in (None, *prices):
+            at = self._expressions(runner, traced, price)
+            found.append(tuple(self.cost.value(e, self.sizes, extent) for e in at))
+        return found
+
+    def _expressions(self, runner: SegmentRunner, traced: Traced, price: Price | None) -> tuple[Any, Any]:
+        key = id(traced), price
+        if key not in self.known:
+            programs = runner.programs
+            saved = [] if price is None else programs.saved(traced, price)
+            found, names = (
+                expressions(programs.forward_half(traced), saved),
+                self.cost.names_of(runner, traced),
+            )
+            self.known[key] = found.saved.subs(names), found.left.subs(names)
+        return self.known[key]
+
+    # ---- savings
+
+    def spared(self, room: int) -> int:
+        """About how many operations so many bytes more than nothing spare."""
+        spared = 0
+        for step in self.steps:
+            room -= step.saved
+            if room < 0:
+                break
+            spared += step.spared
+        return spared
+
+    @cached_property
+    def all_work(self) -> int:
+        """Operations that would be spared if all steps were made."""
+        return sum(s.spared for s in self.steps)
+
+    def saving(self, count: int) -> Saving:
+        """The first so many steps, made."""
+        made: dict[int, list[int]] = {k: [0] * len(starts) for k, starts in self.starts.items()}
+        for step in self.steps[:count]:
+            made[step.segment][step.chunk] = max(made[step.segment][step.chunk], step.corner)
+        runners = self.cost.executor.runners
+        pieces = []
+        for segment in self.cost.facts.segments:
+            corners, runner = made.get(segment.index, []), runners[segment.index]
+            prices = self.prices_of(runner) if runner is not None and any(corners) else []
+            pieces.append(_pieces(corners, self.starts.get(segment.index, []), self.sizes.tokens, prices))
+        return Saving(tuple(pieces), self._words(count))
+
+    def _words(self, count: int) -> str:
+        size, spared = (sum(getattr(s, n) for s in self.steps[:count]) for n in ("saved", "spared"))
+        share = f"{spared / self.all_work:.0%}" if self.all_work else "nothing"
+        return f"inputs, and {readable(size)} that spare {share} of what would be computed again"
+
+
+def _further(segment: int, chunk: int, corners: list[tuple[int, int]]) -> Iterator[Step]:
+    """From corner to corner, as far as each step spares something; steps that spare more for a byte than the
+    one before are made together with it."""
+    found: list[Step] = []
+    before = corners[0]
+    for k, own in enumerate(corners[1:], 1):
+        step = Step(segment, chunk, k, own[0] - before[0], before[1] - own[1])
+        if step.saved <= 0 or step.spared <= 0:
+            continue
+        before = own
+        while found and step.spared * found[-1].saved > found[-1].spared * step.saved:
+            last = found.pop()
+            step = replace(step, saved=step.saved + last.saved, spared=step.spared + last.spared)
+        found.append(step)
+    yield from found
+
+
+def _pieces(corners: list[int], starts: list[int], tokens: int, prices: list[Price]) -> tuple[Piece, ...]:
+    """Neighbouring chunks of which the same is saved, together."""
+    if not any(corners):
+        return ()
+    found: list[Piece] = []
+    ends = [Fraction(start, tokens) for start in starts[1:]] + [Fraction(1)]
+    for corner, end in zip(corners, ends, strict=True):
+        price = prices[corner - 1] if corner else None
+        if found and found[-1].price == price:
+            found[-1] = Piece(end, price)
+        else:
+            found.append(Piece(end, price))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is saved, with the peak of the step in bytes, and the operations that are spared."""
+
+    saving: Saving
+    peak: int
+    spared: int
+
+
+def choose_saving(space: Space, budget: int | None, peak: Callable[[Saving], int]) -> Chosen | None:
+    """As much work spared as fits a budget.
+
+    Args:
+        space: what may be saved.
+        budget: bytes that the step may take; None: there is no limit.
+        peak: of a step that saves something, in bytes.
+
+    Returns:
+        None if even nothing is too much.
+    """
+    known: dict[int, int] = {}
+
+    def fits(count: int) -> bool:
+        if count not in known:
+            known[count] = peak(space.saving(count))
+        return budget is None or known[count] <= budget
+
+    low, high = 0, len(space.steps)
+    if fits(high):
+        low = high
+    elif not fits(0):
+        return None
+    assert budget is not None or low == high
+    sums = [0]
+    for step in space.steps:
+        sums.append(sums[-1] + step.saved)
+    guess = low
+    while high - low > 1:  # fits at low, and not at high
+        room = (budget or 0) - known[low]
+        guess = bisect.bisect_right(sums, sums[low] + room) - 1
+        guess = min(max(guess, low + 1), high - 1)
+        if fits(guess):
+            low = guess
+            if fits(min(high, guess + 1)) is False:
+                break
+        else:
+            high = guess
+            middle = (low + high) // 2
+            if middle > low:
+                low, high = (middle, high) if fits(middle) else (low, middle)
+    spared = sum(s.spared for s in space.steps[:low])
+    return Chosen(space.saving(low), known[low], spared)
