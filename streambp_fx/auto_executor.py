@@ -231,8 +231,8 @@ class AutoExecutor:
         def peak(saving: Saving) -> int:
             return cost.storing(Policy(saving)).peak(space.sizes).total
 
-        chosen = choose_saving(space, budget, peak)
-        return (policy if chosen is None else Policy(chosen.saving)), rows
+        least = self._peak(policy, tokens, others, rows)
+        return Policy(choose_saving(space, budget, least, peak).saving), rows
 
     def _peak(
         self,

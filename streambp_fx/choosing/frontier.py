@@ -60,20 +60,22 @@ def frontier(half: ForwardHalf, prefix: int) -> list[Corner]:
     most = _corner(half, Price(least, prefix), prefix)
     if most.saved == 0:
         return [nothing]
-    found = [nothing, *_between(half, nothing, most, prefix), most]
+    found = [nothing, *_between(half, nothing, most, prefix, SHARE * nothing.left), most]
     return _worthwhile(found)
 
 
-def _between(half: ForwardHalf, less: Corner, more: Corner, prefix: int) -> list[Corner]:
-    """Corners between two."""
-    if more.saved <= less.saved or less.left - more.left < SHARE * max(1, less.left):
+def _between(half: ForwardHalf, less: Corner, more: Corner, prefix: int, least: float) -> list[Corner]:
+    """Corners between two that are at least so many operations apart."""
+    if more.saved <= less.saved or less.left - more.left < least:
         return []
     price = Price((less.left - more.left) / (more.saved - less.saved), prefix)
     found = _corner(half, price, prefix)
     worth = lambda corner: corner.left + price.operations * corner.saved  # noqa: E731
     if not less.saved < found.saved < more.saved or worth(found) >= worth(less) * (1 - 1e-9):
         return []
-    return [*_between(half, less, found, prefix), found, *_between(half, found, more, prefix)]
+    ends = (less, found), (found, more)
+    before, after = (_between(half, *pair, prefix, least) for pair in ends)
+    return [*before, found, *after]
 
 
 def _corner(half: ForwardHalf, price: Price | None, prefix: int) -> Corner:

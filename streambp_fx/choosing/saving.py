@@ -9,6 +9,7 @@ all that is saved is held at the peak: a knapsack whose pieces are small.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,11 +19,15 @@ from typing import Any
 from ..cost.held_bytes import Sizes
 from ..cost.step import StepCost
 from ..passes.graph.facts import Segment
+from ..passes.s3_cut.policy import Policy, groups
 from ..passes.s4_trace.vjp import Traced
 from ..passes.step.saving import Piece, Price, Saving
 from ..runtime.segments.segment_runner import SegmentRunner
 from ..units import readable
 from .frontier import expressions, frontier
+
+# How often the peak of a step is asked for. A few times do: what is saved is held at the peak.
+TRIES = 12
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,16 @@ class Space:
             key = id(runner.programs), segment.window, segment.removed
             if key not in known:
                 known[key] = [self._corners(runner, extent, prices) for extent in extents]
-            for chunk, corners in enumerate(known[key]):
-                yield from _further(segment.index, chunk, corners)
+            apart = self._bytes_apart(segment)
+            for chunk, (corners, extent) in enumerate(zip(known[key], extents, strict=True)):
+                more = apart * extent.rows // self.sizes.tokens
+                yield from _further(segment.index, chunk, corners, more)
+
+    def _bytes_apart(self, segment: Segment) -> int:
+        """Bytes that a segment stores only if something of it is saved: else they are looked up again."""
+        group = next(g for g in groups(self.cost.facts, Policy()) if segment in g)
+        made = (n for other in group[:-1] for n in other.outputs if n in segment.rows)
+        return sum(self.cost.bytes_of(n, self.sizes) for n in made)
 
     def _corners(self, runner: SegmentRunner, extent: Any, prices: list[Price]) -> list[tuple[int, int]]:
         """Bytes saved and operations left of a chunk, where nothing is saved and at each price."""
@@ -147,18 +160,26 @@ class Space:
         return Saving(tuple(pieces), self._words(count))
 
     def _words(self, count: int) -> str:
+        if not count:
+            return "inputs"
         size, spared = (sum(getattr(s, n) for s in self.steps[:count]) for n in ("saved", "spared"))
-        share = f"{spared / self.all_work:.0%}" if self.all_work else "nothing"
-        return f"inputs, and {readable(size)} that spare {share} of what would be computed again"
+        words = f"inputs, and {readable(size)} that spare {spared / self.all_work:.0%} of the recompute"
+        left = sum(s.saved for s in self.steps[count:])
+        return f"{words}; {readable(left)} more would spare all" if left else words
 
 
-def _further(segment: int, chunk: int, corners: list[tuple[int, int]]) -> Iterator[Step]:
+def _further(segment: int, chunk: int, corners: list[tuple[int, int]], more: int) -> Iterator[Step]:
     """From corner to corner, as far as each step spares something; steps that spare more for a byte than the
-    one before are made together with it."""
+    one before are made together with it.
+
+    Args:
+        more: bytes that the first step takes besides.
+    """
     found: list[Step] = []
     before = corners[0]
     for k, own in enumerate(corners[1:], 1):
-        step = Step(segment, chunk, k, own[0] - before[0], before[1] - own[1])
+        extra = 0 if found else more
+        step = Step(segment, chunk, k, own[0] - before[0] + extra, before[1] - own[1])
         if step.saved <= 0 or step.spared <= 0:
             continue
         before = own
@@ -193,46 +214,27 @@ class Chosen:
     spared: int
 
 
-def choose_saving(space: Space, budget: int | None, peak: Callable[[Saving], int]) -> Chosen | None:
+def choose_saving(
+    space: Space, budget: int, least: int, peak: Callable[[Saving], int], tries: int = TRIES
+) -> Chosen:
     """As much work spared as fits a budget.
 
     Args:
         space: what may be saved.
-        budget: bytes that the step may take; None: there is no limit.
+        budget: bytes that the step may take.
+        least: bytes that it takes where nothing is saved, which fits.
         peak: of a step that saves something, in bytes.
-
-    Returns:
-        None if even nothing is too much.
+        tries: how often it may be asked for.
     """
-    known: dict[int, int] = {}
-
-    def fits(count: int) -> bool:
-        if count not in known:
-            known[count] = peak(space.saving(count))
-        return budget is None or known[count] <= budget
-
-    low, high = 0, len(space.steps)
-    if fits(high):
-        low = high
-    elif not fits(0):
-        return None
-    assert budget is not None or low == high
-    sums = [0]
-    for step in space.steps:
-        sums.append(sums[-1] + step.saved)
-    guess = low
-    while high - low > 1:  # fits at low, and not at high
-        room = (budget or 0) - known[low]
-        guess = bisect.bisect_right(sums, sums[low] + room) - 1
-        guess = min(max(guess, low + 1), high - 1)
-        if fits(guess):
-            low = guess
-            if fits(min(high, guess + 1)) is False:
-                break
+    sums = [0, *itertools.accumulate(s.saved for s in space.steps)]
+    low, high, held = 0, len(sums), least  # it fits at low, and not at high
+    while high - low > 1 and tries > 0:
+        # what is saved is held at the peak, so the peak grows by it, or by less
+        count = bisect.bisect_right(sums, sums[low] + budget - held) - 1
+        count = min(max(count, low + 1), high - 1)
+        found, tries = peak(space.saving(count)), tries - 1
+        if found <= budget:
+            low, held = count, found
         else:
-            high = guess
-            middle = (low + high) // 2
-            if middle > low:
-                low, high = (middle, high) if fits(middle) else (low, middle)
-    spared = sum(s.spared for s in space.steps[:low])
-    return Chosen(space.saving(low), known[low], spared)
+            high = count
+    return Chosen(space.saving(low), held, sum(s.spared for s in space.steps[:low]))
