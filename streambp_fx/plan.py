@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .models.by_name import model_on_meta
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .planning.engines import Engine, engine_for
+from .planning.memory_and_work import WayToRun, filled, ways_to_run
 from .planning.rates import EFFICIENCY, Rates, rates_for
 from .planning.several import DevicesPlan, TimePlan, devices_plan, time_plan
 from .units import parse_bytes
@@ -61,6 +62,7 @@ class Plan:
         flops_expression: floating-point operations of one step, likewise.
         devices: what several devices share and send; None: there is one. All of the above is of one of them.
         time: of the step, a prediction; None: no device was given.
+        ways: from the least memory to no recompute, and unstreamed, for a length; None: it was not asked for.
     """
 
     model: str
@@ -89,6 +91,7 @@ class Plan:
     flops_expression: str = field(repr=False)
     devices: DevicesPlan | None = field(default=None, repr=False)
     time: TimePlan | None = field(default=None, repr=False)
+    ways: tuple[WayToRun, ...] | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
@@ -261,6 +264,16 @@ class Planner:
             time=self._time(moments, tokens, devices),
         )
 
+    def filled(self, plan: Plan, optimizer: str) -> Plan:
+        """A plan in which inputs alone are saved, and fit, with as much more as fits."""
+        assert plan.memory_bytes is not None
+        resident, cost = plan.peak_bytes - plan.activation_peak_bytes, self.cost
+        sizes = cost.sizes(plan.seq_len, plan.chunk)
+        ways, policy = ways_to_run(cost, sizes, resident), filled(cost, sizes, plan.memory_bytes - resident)
+        asked = plan.model, plan.seq_len, plan.memory_bytes, plan.chunk, optimizer
+        found = plan if policy == self.stored else self.use(policy).plan(*asked)
+        return replace(found, ways=ways, max_seq_len=plan.max_seq_len, tokens_per_gib=plan.tokens_per_gib)
+
     def _too_small(self, memory: int, resident: int, rows: int) -> str:
         """What is wrong with a budget that not even one chunk fits, and the smallest that would do."""
         least = self.activation_peak(rows, rows)
@@ -370,14 +383,18 @@ def _dtype_of(model: nn.Module) -> str:
 def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:
     """The plan of the first policy that fits, or of the one that allows the longest sequence."""
     plans, refused = [], None
+    single = planner.engine is None or planner.engine.context_parallel == 1
+    fills = asked[1] is not None and single
     for candidate in candidates(stored):
+        if fills and candidate == Policy("attention"):
+            continue  # it is among what inputs alone are filled up to
         try:
             plans.append(planner.use(candidate).plan(*asked))
         except PlanError as error:
             refused = refused or error
             continue
         if asked[1] is not None and plans[-1].fits:
-            return plans[-1]
+            return planner.filled(plans[-1], asked[-1]) if fills and candidate == Policy() else plans[-1]
     if not plans:
         assert refused is not None
         raise refused

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..plan import Plan
+from ..planning.memory_and_work import WayToRun
 from ..units import readable
 from .plan_devices import device_lines, hiding_table, time_lines, traffic_table
 from .published import KINDS, PUBLISHED_MEMORY, predicted, published_for
@@ -26,6 +27,8 @@ def print_plan(plan: Plan, as_json: bool = False, console: Console | None = None
         console.print(line, markup=False, soft_wrap=True)
     if plan.memory_bytes is not None:
         console.print(_lengths(plan))
+    if plan.ways is not None:
+        console.print(_ways(plan.ways))
     if plan.devices is not None:
         for line in device_lines(plan.devices):
             console.print(line, markup=False, soft_wrap=True)
@@ -72,6 +75,17 @@ def _lines(plan: Plan) -> list[str]:
     lines.append(f"Activations, in bytes: {plan.peak_expression}")
     lines.append(f"Work, in floating-point operations: {plan.flops_expression}")
     return lines
+
+
+def _ways(ways: tuple[WayToRun, ...]) -> Table:
+    table = Table(title="what memory buys")
+    table.add_column("")
+    table.add_column("peak, GiB", justify="right")
+    table.add_column("work", justify="right")
+    for way in ways:
+        words = way.what.removeprefix("store ").split(";")[0] if way.streamed else way.what
+        table.add_row(words, f"{way.peak_bytes / GIB:,.2f}", f"{way.recompute_factor:.3f}")
+    return table
 
 
 def _lengths(plan: Plan) -> Table:

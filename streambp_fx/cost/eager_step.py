@@ -58,9 +58,17 @@ def peak_expression(cost: StepCost, checkpointing: bool) -> sympy.Expr:
     return sympy.Max(*largest(sympy.sympify(m.total) for m in timeline(cost, cost.symbols, checkpointing)))
 
 
-def flops(cost: StepCost, sizes: Sizes) -> Any:
-    """Floating-point operations of the eager step: each forward and each VJP once."""
-    return sum(cost.value(_cost(cost, s).flops, sizes) for s in cost.facts.segments)
+def flops(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Any:
+    """Floating-point operations of the eager step: each forward and each VJP once.
+
+    Args:
+        cost, sizes: as of `timeline`.
+        checkpointing: layers run forwards a second time.
+    """
+    again = [s for s in cost.facts.segments if checkpointing and s.mixings and cost.facts.trains(s)]
+    once = [_cost(cost, s) for s in cost.facts.segments]
+    twice = [cost.joint_cost(s, backward=False) for s in again]
+    return sum(cost.value(c.flops, sizes) for c in (*once, *twice))
 
 
 def _cost(cost: StepCost, segment: Segment) -> ProgramCost:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import assert_all_chunked, check_exact, compare, in_double, pair, transform
+from e2e_check import assert_all_chunked, check_exact, compare, in_double, pair, step, transform
+from e2e_memory import measure
 from e2e_models import build, padded, perturb, plain, sample
 
 import streambp_fx
@@ -98,3 +99,28 @@ def test_as_much_is_saved_as_there_is_memory_for(body: str) -> None:
             assert own.peak(own.sizes(512)).total <= memory, schedule
             work.append(sum(m.flops for m in own.timeline(own.sizes(512))))
     assert work == sorted(work, reverse=True) and work[0] > work[1] > work[2], work
+
+
+@pytest.mark.parametrize("family", sample(["llama", "gemma3_text"], "llama"))
+def test_the_peak_is_as_predicted_and_within_the_budget(family: str) -> None:
+    def streamed(**options: Any) -> tuple[Any, Any]:
+        torch._dynamo.reset()
+        model = build(family, dtype=torch.float32, **WIDE)
+        transform(model, chunk=64, loss_chunk=64, check="never", **options)
+        step(model, plain(1, 512))
+        return model, streambp_fx.schedule(model).cost
+
+    _, cost = streamed()
+    least = cost.peak(cost.sizes(512)).total
+    for share in (1.3, 2, 100):
+        model, cost = streamed(policy="auto", memory=int(share * least))
+        predicted = cost.peak(cost.sizes(512)).total
+        found = live(model, plain(1, 512))
+        assert found == pytest.approx(predicted, rel=0.01), share
+        assert found <= 1.001 * share * least and predicted > least
+
+
+def live(model: Any, batch: dict[str, Any]) -> int:
+    """Bytes that are alive at once in a step, but for weights, gradients and inputs."""
+    known = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    return measure(lambda: model(**batch).loss.backward(), [*known, *batch.values()]).peak
