@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_objectives import WithObjective
 from torch import Tensor, nn
 
 import streambp_fx
+from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, Saving
 
 SMALL = {"chunk": CHUNK, "loss_chunk": 8}
 OP = re.compile(r"^    (?:[\w, ()]+ = .*|\w+\.\w+_\(.*)  # \[.*\] (?:float|int|bool|bfloat)\w*$")
@@ -77,10 +79,16 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "sliding window, soft capping": (lambda: build("gemma2"), plain(2, 67)),
     "gpt_neox, one sequence": (lambda: build("gpt_neox", num_hidden_layers=1), plain(1, 50)),
     "attention kept": (lambda: build("mistral"), plain(2, 67)),
+    "chosen values saved": (lambda: build("gemma3_text"), plain(2, 67)),
     "two sweeps": (lambda: WithObjective("llama", "preference"), plain(2, 67)),
     "unchunked region, tied and frozen": (flipped, plain(2, 37)),
 }
-OFTEN = ("two sweeps", "unchunked region, tied and frozen")
+OFTEN = ("chosen values saved", "two sweeps", "unchunked region, tied and frozen")
+PIECES = (Piece(Fraction(1, 5), None), Piece(Fraction(3, 5), ATTENTION), Piece(Fraction(1), Price(60, 128)))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "attention kept": {"save": "attention", "every": 2},
+    "chosen values saved": {"save": Saving(((), PIECES) * 5)},
+}
 
 
 @pytest.mark.parametrize("name", sample(CASES, *OFTEN))
@@ -88,7 +96,7 @@ OFTEN = ("two sweeps", "unchunked region, tied and frozen")
 def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     factory, batch = CASES[name]
     eager = factory()
-    options = {"save": "attention", "every": 2} if "attention kept" in name else {}
+    options = OPTIONS.get(name, {})
     streamed = transform(copy.deepcopy(eager), **options)
     with true_double(eager):
         want_loss, want = step(eager, batch)
@@ -101,7 +109,7 @@ def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     assert_close_loss(got_loss, want_loss, 1e-9, name)
     assert_close_grads(got, want, 1e-9, f"{name}, against eager")
     check_readable(code)
-    assert ("kept_1 = segment_1_forward(" in code) == bool(options)
+    assert ("saved_1 = segment_1_forward(" in code) == bool(options)
     assert ("it keeps what each segment reads" in code) == bool(options)
 
 
