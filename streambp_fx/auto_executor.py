@@ -35,6 +35,9 @@ SHARE = 0.8
 LESS_MEMORY = 'A smaller chunk, policy="auto" or offload="disk" take less'
 # One choice serves lengths up to the next multiple of this: ragged batches do not choose again and again.
 STEP = 1024
+# Before the first step of an optimizer such as Adam not all that is free is filled: it will take two states
+# for each gradient.
+OPTIMIZER_STATES = 2
 # A smaller chunk is taken where it spares more than this share of what would be computed again.
 LITTLE = 0.02
 
@@ -189,9 +192,11 @@ class AutoExecutor:
     ) -> tuple[Policy, int]:
         if self.options.chunk != "auto" and len(self.policies) == 1:
             return self.policies[0], self.options.rows
-        budget = self.options.memory_bytes
+        budget, left_free = self.options.memory_bytes, 0
         if budget is None:
-            budget = activation_budget([v for v in inputs if isinstance(v, Tensor)], self._pieces(inputs))
+            tensors, pieces = [v for v in inputs if isinstance(v, Tensor)], self._pieces(inputs)
+            budget = activation_budget(tensors, pieces)
+            left_free = OPTIMIZER_STATES * gradients_to_come(tensors, pieces)
         rows_tried = chunk_sizes(self.executors[self.policies[0]].sequences(others))
         smallest: tuple[int, Policy, int] | None = None
         for policy in self.policies:
@@ -203,7 +208,7 @@ class AutoExecutor:
                 return policy, rows
             held = peak(rows)
             if held <= budget:
-                return self._with_more_saved(policy, tokens, others, rows, budget)
+                return self._with_more_saved(policy, tokens, others, rows, max(held, budget - left_free))
             if smallest is None or held < smallest[0]:
                 smallest = held, policy, rows
         assert smallest is not None
@@ -271,9 +276,17 @@ def activation_budget(tensors: Sequence[Tensor], pieces: Mapping[int, int] | Non
     free = free_bytes(device)
     if free is None:
         return None
+    return max(0, int(SHARE * free) - gradients_to_come(tensors, pieces or {}))
+
+
+def gradients_to_come(tensors: Sequence[Tensor], pieces: Mapping[int, int]) -> int:
+    """Bytes of the gradients that trained parameters, of any shape and dtype, do not have yet.
+
+    Args:
+        tensors, pieces: as of `activation_budget`.
+    """
     leaves = (t for t in tensors if t.is_leaf and t.requires_grad and t.grad is None)
-    coming = sum(t.nbytes // (pieces or {}).get(id(t), 1) for t in leaves)
-    return max(0, int(SHARE * free) - coming)
+    return sum(t.nbytes // pieces.get(id(t), 1) for t in leaves)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -372,6 +372,7 @@ def test_the_assumed_share_is_that_of_a_published_step() -> None:
     assert share == pytest.approx(EFFICIENCY, abs=0.05)
 
 
+@pytest.mark.slow
 def test_a_sequence_on_several_devices_takes_less_of_each() -> None:
     """Of hidden states each has its share; of a layer's keys and values all rows, and of parameters."""
     config = LlamaConfig(
