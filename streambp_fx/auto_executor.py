@@ -237,7 +237,8 @@ class AutoExecutor:
             return cost.storing(Policy(saving)).peak(space.sizes).total
 
         least = self._peak(policy, tokens, others, rows)
-        return Policy(choose_saving(space, budget, least, peak).saving), rows
+        chosen = choose_saving(space, budget, least, peak)
+        return (Policy(chosen.saving) if chosen.spared else policy), rows
 
     def _peak(
         self,

@@ -94,7 +94,7 @@ class Space:
         for segment, runner in {s.index: (s, r) for s, r in self.segments}.values():
             prices, extents = self.prices_of(runner), self.cost.extents(runner, self.sizes)
             self.starts[segment.index] = [e.start for e in extents]
-            key = id(runner.programs), segment.window, segment.removed
+            key = id(runner.programs), self.cost.plain_of(runner), segment.window, segment.removed
             if key not in known:
                 known[key] = [self._corners(runner, extent, prices) for extent in extents]
             apart = self._bytes_apart(segment)
@@ -120,12 +120,9 @@ class Space:
     def _expressions(self, runner: SegmentRunner, traced: Traced, price: Price | None) -> tuple[Any, Any]:
         key = id(traced), price
         if key not in self.known:
-            programs = runner.programs
+            programs, names = runner.programs, self.cost.names_of(runner, traced)
             saved = [] if price is None else programs.saved(traced, price)
-            found, names = (
-                expressions(programs.forward_half(traced), saved),
-                self.cost.names_of(runner, traced),
-            )
+            found = expressions(programs.forward_half(traced), saved)
             self.known[key] = found.saved.subs(names), found.left.subs(names)
         return self.known[key]
 
@@ -227,14 +224,16 @@ def choose_saving(
         tries: how often it may be asked for.
     """
     sums = [0, *itertools.accumulate(s.saved for s in space.steps)]
-    low, high, held = 0, len(sums), least  # it fits at low, and not at high
-    while high - low > 1 and tries > 0:
+    low, high, held, refused = 0, len(sums), least, 0  # it fits at low, and not at high
+    for _ in range(tries):
+        if high - low == 1:
+            break
         # what is saved is held at the peak, so the peak grows by it, or by less
         count = bisect.bisect_right(sums, sums[low] + budget - held) - 1
-        count = min(max(count, low + 1), high - 1)
-        found, tries = peak(space.saving(count)), tries - 1
+        count = (low + high) // 2 if refused else min(max(count, low + 1), high - 1)
+        found = peak(space.saving(count))
         if found <= budget:
-            low, held = count, found
+            low, held, refused = count, found, 0
         else:
-            high = count
+            high, refused = count, refused + 1
     return Chosen(space.saving(low), held, sum(s.spared for s in space.steps[:low]))

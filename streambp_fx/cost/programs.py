@@ -114,7 +114,7 @@ class ProgramCosts:
         step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
         if self._counted != step:
             self._counted, self._calls_of = step, {}
-        plain = self._plain_of(runner)
+        plain = self.plain_of(runner)
         segment = runner.segment
         key = (id(runner.programs), run, plain, self.is_full(runner), segment.window, segment.removed, share)
         if key not in self._calls_of:
@@ -137,13 +137,13 @@ class ProgramCosts:
         ends = (chunk, share[0] * chunks, share[1] * chunks - 1)
         return sympy.expand(sympy.summation(self.value(each, sizes, last), ends))
 
-    def _plain_of(self, runner: SegmentRunner) -> frozenset[Mask]:
+    def plain_of(self, runner: SegmentRunner) -> frozenset[Mask]:
         """Masks of a segment, by the names of its programs, of which nothing but causality is left."""
         return frozenset(m for m, own in runner.model_masks.items() if own in self.plain)
 
     def program(self, runner: SegmentRunner, run: Run, extent: Extent, sizes: Sizes) -> ProgramCost:
         """Peak bytes and operations of a program on one chunk, as expressions in the sizes."""
-        plain = self._plain_of(runner)
+        plain = self.plain_of(runner)
         numbers = extent
         if sizes.symbolic:
             window = runner.segment.window
@@ -158,7 +158,7 @@ class ProgramCosts:
     def trace_of(self, runner: SegmentRunner, extent: Extent) -> Traced:
         """The joint program of a chunk, before it is lowered."""
         numbers = _numbers(self.facts, runner, extent)
-        return runner.programs.traced("joint", self._plain_of(runner), extent, numbers)
+        return runner.programs.traced("joint", self.plain_of(runner), extent, numbers)
 
     def names_of(self, runner: SegmentRunner, traced: Traced) -> dict[sympy.Symbol, sympy.Expr]:
         """What the size symbols of a trace are called here."""
@@ -201,7 +201,7 @@ class ProgramCosts:
         if key not in self._programs:
             programs = runner.programs
             extent = Extent(SAMPLE, 0, 0, SAMPLE, segment.reach.name == "FULL")
-            plain = self._plain_of(runner)
+            plain = self.plain_of(runner)
             kind = "joint" if backward else "forward"
             traced = programs.traced(kind, plain, extent, _numbers(self.facts, runner, extent))
             names = _names(runner, traced.guards.names)

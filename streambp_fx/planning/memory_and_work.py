@@ -40,7 +40,8 @@ class WayToRun:
 def filled(cost: StepCost, sizes: Sizes, budget: int) -> Policy:
     """The policy that saves as much as fits a budget, in bytes of activations; inputs alone fit."""
     space = Space(cost, sizes)
-    return Policy(choose_saving(space, budget, cost.peak(sizes).total, _peak_of(cost, sizes)).saving)
+    chosen = choose_saving(space, budget, cost.peak(sizes).total, _peak_of(cost, sizes))
+    return Policy(chosen.saving) if chosen.spared else Policy()
 
 
 def _peak_of(cost: StepCost, sizes: Sizes) -> Callable[[Saving], int]:
