@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from .models.by_name import model_on_meta
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .planning.engines import Engine, engine_for
-from .planning.memory_and_work import WayToRun, filled, ways_to_run
+from .planning.memory_and_work import filled, ways_to_run
 from .planning.rates import EFFICIENCY, Rates, rates_for
 from .planning.several import DevicesPlan, TimePlan, devices_plan, time_plan
+from .planning.step_plan import Plan as Plan
 from .units import parse_bytes
 
 # Bytes of optimizer state for each byte of trained weights: torch.optim keeps states in the weights' dtype.
@@ -32,70 +33,6 @@ OPTIMIZERS = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 LONGEST = 2**31
 # A sequence for the capture; what is found holds for all lengths.
 SAMPLE_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a training step needs, in bytes, and what fits.
-
-    Attributes:
-        model: its name.
-        fits: the step at `seq_len` fits the budget; True without a budget.
-        seq_len: tokens of each sequence: as asked for, or the longest that fits.
-        max_seq_len: the longest sequence that fits, tokens; None without a budget.
-        batch_size: sequences.
-        chunk, loss_chunk: rows of a chunk.
-        policy: what is stored for the backward, and where.
-        dtype: of the weights.
-        memory_bytes: the budget, or None.
-        weights_bytes, gradients_bytes, optimizer_bytes: held all the time.
-        activation_peak_bytes: peak over those, by the cost model of the schedule.
-        peak_bytes: all of it.
-        offloaded_bytes: what lies in host memory or on disk meanwhile.
-        by_cause: the activations at their peak, by cause.
-        flops: floating-point operations of one step, products and attention only.
-        recompute_factor: those against the eager step's.
-        tokens_per_gib: how many tokens more each next GiB buys.
-        eager_seq_len, checkpointing_seq_len: the longest sequences that would fit unstreamed, without and
-            with gradient checkpointing; None without a budget.
-        peak_expression: activation bytes as an expression in T, chunk and loss_chunk.
-        flops_expression: floating-point operations of one step, likewise.
-        devices: what several devices share and send; None: there is one. All of the above is of one of them.
-        time: of the step, a prediction; None: no device was given.
-        ways: from the least memory to no recompute, and unstreamed, for a length; None: it was not asked for.
-    """
-
-    model: str
-    fits: bool
-    seq_len: int
-    max_seq_len: int | None
-    batch_size: int
-    chunk: int
-    loss_chunk: int
-    policy: str
-    dtype: str
-    memory_bytes: int | None
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activation_peak_bytes: int
-    peak_bytes: int
-    offloaded_bytes: int
-    by_cause: dict[str, int]
-    flops: int
-    recompute_factor: float
-    tokens_per_gib: int
-    eager_seq_len: int | None
-    checkpointing_seq_len: int | None
-    peak_expression: str = field(repr=False)
-    flops_expression: str = field(repr=False)
-    devices: DevicesPlan | None = field(default=None, repr=False)
-    time: TimePlan | None = field(default=None, repr=False)
-    ways: tuple[WayToRun, ...] | None = field(default=None, repr=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
-        return asdict(self)
 
 
 class Planner:
