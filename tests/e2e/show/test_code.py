@@ -110,7 +110,6 @@ def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     assert_close_grads(got, want, 1e-9, f"{name}, against eager")
     check_readable(code)
     assert ("saved_1 = segment_1_forward(" in code) == bool(options)
-    assert ("it keeps what each segment reads" in code) == bool(options)
 
 
 @pytest.mark.slow
