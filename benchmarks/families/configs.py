@@ -87,11 +87,13 @@ OWN: dict[str, dict[str, Any]] = {
         _MIXED,
     ),
     **dict.fromkeys(
-        ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+        ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie",
          "megatron-bert", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
          "xlm-roberta", "xlm-roberta-xl", "xmod"),
         _DECODER,
     ),
+    # with its sparse attention, which reads later tokens, it cannot be a decoder
+    "big_bird": {**_DECODER, "attention_type": "original_full"},
     "dots3_note_text": _LATENT,
     "falcon_h1": {"mamba_d_ssm": 8 * HEAD},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},

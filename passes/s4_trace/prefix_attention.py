@@ -192,7 +192,9 @@ def causal_block(prefix: Any, rows: Any, columns: Any, device: torch.device) -> 
     return torch.arange(columns, device=device).unsqueeze(0) <= row.unsqueeze(1)
 
 
-@torch.library.custom_op("streambp_fx::dropout_mask", mutates_args=())
+# Programs in which an op named dropout_mask stood may be in Inductor's cache with nothing dropped, see NOTE
+# [modes of a step]: this is another name.
+@torch.library.custom_op("streambp_fx::dropout_factors", mutates_args=())
 def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
     """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed."""
     if probability == 1.0:

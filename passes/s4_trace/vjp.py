@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.facts import Mask, compiled
 from ..graph.recurrence import RECURRENCE_STEP
@@ -175,7 +176,7 @@ def traced_program(
             program.origins.finish()
         return found
 
-    with mode, torch.enable_grad():
+    with _disable_current_modes(), mode, torch.enable_grad():  # see NOTE [modes of a step]
         module = trace(traced, *fakes.flat)
     values = len(targets) if kind == "joint" else 0
     return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat)

@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..cost.storages import Storages
 from ..graph.facts import tensors_of
@@ -250,10 +251,14 @@ def _compiled_by_inductor(module: GraphModule, fakes: Sequence[Any]) -> Callable
 
     NOTE [without Dynamo]: the program is a graph already, so Inductor is called on it directly. What it
     assumes about the sizes becomes guards of the same ShapeEnv, which `vjp` checks for each chunk.
+
+    NOTE [modes of a step]: a program is compiled by the first step that runs it, and for all steps. What that
+    step runs in (a self-check, in which dropout drops nothing; somebody's mode for dispatch) is for its ops
+    alone: compiled within, its answers would become part of the program, and of Inductor's cache on disk.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():
         return compile_fx(module, list(fakes))  # type: ignore[return-value, arg-type]
 
 

@@ -5,13 +5,14 @@ itself. Two steps with the same seed must be the same, and the gradient along so
 loss changes by in that direction. Only small parameters are moved (norms, biases): their gradients come
 through all that is dropped after them. A loss may be no smooth function, and a gradient may be meant to be
 none of it (`detach`), so nothing is said unless the captured graph, which drops by itself, stands the same
-test.
+test. A step in which nothing is dropped, or always the same, stands it as well: so not all steps may be the
+same that have other seeds, if all those of the captured graph differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from .short_steps import VANISHING, Outcome, differences, run
 
 Call = Callable[..., Any]
 SEED = 20
+# Other seeds. Where little is dropped, steps may be the same by chance: all of these hardly are.
+OTHERS = range(SEED + 1, SEED + 9)
 # Relative differences between a gradient and differences of the loss, by dtype, that are none of rounding.
 CLEAR = {torch.float64: 1e-5, torch.float32: 1e-2}
 # How much of itself the loss is changed by; the second is tried where the first says nothing, or finds fault.
@@ -94,8 +97,13 @@ class Trial:
             return Drawn(None, "its loss is too rough")
         return Drawn(False, f"the gradient is not that of the loss: {gaps[-1]:.1e} of it along a direction")
 
-    def _run(self, given: Sequence[Any], wanted: Collection[int]) -> Outcome:
-        torch.manual_seed(SEED)
+    def differing(self) -> Iterator[bool]:
+        """Of steps with other seeds, one after the other: does it differ from that with the first seed?"""
+        first = self._run(self.given, ()).value
+        return (not _near(self._run(self.given, (), seed).value, first, self.rtol) for seed in OTHERS)
+
+    def _run(self, given: Sequence[Any], wanted: Collection[int], seed: int = SEED) -> Outcome:
+        torch.manual_seed(seed)
         return run(self.call, given, self.fixed, constant=self.constant, wanted=wanted)
 
     def _moved(self) -> list[int]:
@@ -143,6 +151,10 @@ class Trial:
             moved = (own.detach().double() + eps * step).to(own.dtype)
             given[position] = moved.requires_grad_(own.requires_grad)
         return self._run(given, ()).value
+
+
+def _near(found: float, other: float, rtol: float) -> bool:
+    return abs(found - other) <= rtol * abs(other)
 
 
 def _is_moved(value: Any) -> bool:

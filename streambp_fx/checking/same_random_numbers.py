@@ -113,7 +113,7 @@ class _Seeded(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.drawing.on:
             return func(*args, **kwargs)
-        if func is torch.ops.streambp_fx.dropout_mask.default and not isinstance(args[0], FakeTensor):
+        if func is torch.ops.streambp_fx.dropout_factors.default and not isinstance(args[0], FakeTensor):
             return torch.ones_like(args[0])
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             torch.manual_seed(_seed(func, args, kwargs))

@@ -55,7 +55,11 @@ MODULES = {
     "streambp_fx/runtime/written_inputs.py": ["tests/e2e/models/test_changes_in_place.py"],
 }
 # Of modules of which the hand-picked mutants alone are tried.
-OF_PICKED = {"passes/graph/autograd_functions.py": ["tests/e2e/models/test_changes_in_place.py"]}
+OF_PICKED = {
+    "passes/graph/autograd_functions.py": ["tests/e2e/models/test_changes_in_place.py"],
+    "passes/s2_prove/linear_loss.py": ["tests/passes/s2_prove/test_linear_loss.py"],
+    "passes/s3_cut/segment.py": ["tests/passes/s3_cut/test_segment.py"],
+}
 # Tried after those, on all: models that are checked to be exact and to be streamed.
 FARTHER = [
     ["tests/passes"],

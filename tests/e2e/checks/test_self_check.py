@@ -23,6 +23,7 @@ from streambp_fx.checking.gradient_sketch import sketch
 from streambp_fx.checking.result import SelfCheck
 from streambp_fx.passes import rules
 from streambp_fx.passes.graph.facts import Reach
+from streambp_fx.passes.s4_trace import evaluation
 from streambp_fx.runtime import lazy_tensors, padding
 from streambp_fx.runtime.segments import loss_head, questions_to_data, segment_runner
 
@@ -411,6 +412,11 @@ def other_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment_runner.SegmentRunner, "call", call)
 
 
+def nothing_dropped(patch: pytest.MonkeyPatch) -> None:
+    """The gradient is that of the loss, but there is no dropout in it."""
+    patch.setattr(evaluation.Evaluation, "dropout", lambda self, node, value, probability: value * 1)
+
+
 def window_too_short(patch: pytest.MonkeyPatch) -> None:
     """A window of 30 reads a column less."""
     own = segment_runner.SegmentRunner.extents_of
@@ -439,13 +445,14 @@ def single_rows(patch: pytest.MonkeyPatch) -> None:
 MISSED = {
     "lazy": (lazy_gradient, "logits", 33, {}, "the self-check"),
     "dropout": (other_seed, "dropout", 33, {}, "with dropout, the gradient is not that of the loss"),
+    "no dropout": (nothing_dropped, "dropout", 33, {}, "with dropout, steps are the same whatever they draw"),
     "window": (window_too_short, "window", 70, {}, "on 39 rows"),
     "rows": (single_rows, "", 33, {"chunk": 1, "loss_chunk": 1}, "chunk 1"),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout", "window"))
+@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout", "no dropout", "window"))
 def test_what_only_some_models_have_is_checked(
     fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,10 @@ def test_experts_in_bfloat16() -> None:
     assert_all_chunked(streamed, at_least=4)
 
 
+# Families that have no graph, and why: they run as they are, with a warning.
+NOT_CAPTURED = {"longcat_flash": "a loop over experts, in no other form, whose length depends on data"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families())
 @pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")
@@ -146,5 +150,10 @@ def test_never_wrong(family: str) -> None:
         build(family)
     except Exception as error:
         pytest.skip(f"transformers cannot build it so small: {error}")
-    for side, error in exactness(family).items():
+    if family in NOT_CAPTURED:
+        with pytest.warns(streambp_fx.StreamBPWarning, match="could not be captured as one graph"):
+            found = exactness(family, on_error="eager")
+    else:
+        found = exactness(family)
+    for side, error in found.items():
         assert isinstance(error, str) or error < 1e-9, f"{side}: {error}"

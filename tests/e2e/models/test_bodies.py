@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from e2e_check import assert_close_grads, step
 from e2e_models import CHUNK, LOSS_CHUNK, build, padded, plain
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp_fx
 from streambp_fx.passes.s5_lower import lower
@@ -46,9 +49,35 @@ def test_inductor_compiles_once_for_all_chunks(compilations: list[Any]) -> None:
     assert counts == [6] * 4, counts
 
 
+class NoSine(TorchDispatchMode):
+    """Every sine is zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return torch.zeros_like(found) if func is torch.ops.aten.sin.default else found
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """Inductor makes programs anew: what it finds on disk may have been made by another compiler of ours."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.mark.usefixtures("uncached")
+def test_a_program_is_compiled_outside_of_the_modes_of_a_step() -> None:
+    """The first step that runs it may be within a mode; later ones are not."""
+    x = torch.linspace(0, 1, 7)
+    program = make_fx(lambda x: [x.sin() * 2])(x)
+    with NoSine():
+        run = lower._compiled_by_inductor(program, [x])
+    torch.testing.assert_close(run(x), [x.sin() * 2])
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncached")
 def test_inductor_with_a_mask_and_dropout(compilations: list[Any]) -> None:
-    """The same chunk is drawn twice, forwards and recomputed, with the same mask."""
+    """The same chunk is drawn twice, forwards and recomputed, with the same mask, after a self-check."""
     model = build("gpt2", dtype=torch.float32, resid_pdrop=0.2, n_layer=1)
     streamed = {}
     for body in ("eager", "inductor"):

@@ -29,6 +29,7 @@ NOT_LINEAR = {
     "square of a sum": lambda rows, ids: rows.sum(1).square().mean(),
     "sigmoid of a difference": lambda rows, ids: -F.logsigmoid(rows[0].sum() - rows[1].sum()),
     "quotient": lambda rows, ids: rows.sum() / (1 + rows.sum().abs()),
+    "product of sums": lambda rows, ids: rows[0].sum() * rows[1].sum(),
 }
 
 
@@ -49,6 +50,8 @@ def test_linearity(name: str, expected: bool) -> None:
         (lambda rows, ids: rows.to(torch.int64).double().mean() + rows.mean(), False),
         (lambda rows, ids: (ids.double() / rows).mean(), False),
         (lambda rows, ids: (rows / rows.sum()).mean(), False),
+        (lambda rows, ids: (rows * rows).mean(), False),
+        (lambda rows, ids: (rows * rows.detach()).mean(), False),
         (lambda rows, ids: rows[rows > 1].mean(), False),
         (lambda rows, ids: (rows / ids.double().sum()).float().mean(), True),
         (lambda rows, ids: torch.stack([rows[0], rows[1] * 2]).flatten()[3:].sum(), True),

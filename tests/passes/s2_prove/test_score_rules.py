@@ -102,6 +102,12 @@ FULL: dict[str, Weights] = {
     "scaled to nothing": lambda s, h, o: (s.masked_fill(h, LOW) * 1e-38).softmax(-1),
     "divided to nothing": lambda s, h, o: (s.masked_fill(h, LOW) / 1e38).softmax(-1),
     "negated": lambda s, h, o: (-s.masked_fill(h, LOW)).softmax(-1),
+    "infinite, negated": lambda s, h, o: (-s.masked_fill(h, -INF)).sigmoid(),
+    "infinite, times less than zero": lambda s, h, o: (s.masked_fill(h, -INF) * -0.5).sigmoid(),
+    # what is visible is lower than what is hidden: the first rows then read hidden ones alone
+    "lower than what is hidden": lambda s, h, o: (
+        (-(s.square() * 1e3).exp()).clamp(min=LOW).masked_fill(h, LOW / 2).softmax(-1)
+    ),
     "absolute": lambda s, h, o: (s.masked_fill(h, LOW).abs() * 1e-38).softmax(-1),
     "capped after": lambda s, h, o: s.masked_fill(h, LOW).tanh().softmax(-1),
     "clamped": lambda s, h, o: s.masked_fill(h, -INF).clamp(min=-3).softmax(-1),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from graphs import OneLayer, facts_of, one_layer
 from torch import Tensor, nn
 
-from streambp_fx.passes.graph.facts import Reach, shape_of
+from streambp_fx.passes.graph.facts import Reach, Segment, shape_of
 from streambp_fx.passes.s4_trace.carried_state import find_states
 
 aten = torch.ops.aten
@@ -75,6 +78,49 @@ def test_scores_that_are_filled_with_minus_infinity(hidden: object, reach: Reach
 
     layer = one_layer(body).segments[1]
     assert layer.chunked and layer.reach is reach
+
+
+def in_one_segment(body: Callable[[OneLayer, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> Segment:
+    """The segment of a layer with several attentions, which no cut is cheap enough to part."""
+    monkeypatch.setattr(sys.modules["streambp_fx.passes.s3_cut.segment"], "EXPENSIVE", 0.0)
+    found = [s for s in one_layer(body).segments if len(s.mixings) > 1]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_states_made_of_states_are_chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the second attention are made of what the first one gives."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        first = attend(model, x, is_causal=True)
+        return attend(model, x + model.out(first), is_causal=True)
+
+    layer = in_one_segment(body, monkeypatch)
+    assert layer.chained and layer.chunked
+
+
+def test_states_of_two_attentions_side_by_side_are_not_chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of both are made of the rows that go in; only the queries of the second one are not."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        first = attend(model, x, is_causal=True)
+        _, k, v = model.heads(x)
+        asked = model.query(x + model.out(first)).view(*x.shape[:2], 2, -1).transpose(1, 2)
+        return F.scaled_dot_product_attention(asked, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    layer = in_one_segment(body, monkeypatch)
+    assert layer.chunked and not layer.chained
+
+
+def test_chained_states_of_which_one_sees_later_rows_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of a chunk would need those of all other chunks, each of which needs those of this one."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        first = attend(model, x)
+        return attend(model, x + model.out(first), is_causal=True)
+
+    layer = in_one_segment(body, monkeypatch)
+    assert not layer.chunked and "levels of mixing that cannot be cut apart" in (layer.reason or "")
 
 
 class Stack(nn.Module):

@@ -121,7 +121,7 @@ def dropped(m: Small, ids: Tensor) -> Tensor:
 
 def test_dropout_is_drawn_from_the_seed_of_the_chunk() -> None:
     ops = program(dropped, "dropout", position=0)
-    assert torch.ops.streambp_fx.dropout_mask.default in ops
+    assert torch.ops.streambp_fx.dropout_factors.default in ops
 
 
 def loss(m: Small, ids: Tensor) -> Tensor:

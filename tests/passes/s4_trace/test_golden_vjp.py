@@ -24,6 +24,7 @@ from golden_graphs import (
     traced_text,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp_fx.passes.s4_trace.program_inputs import Extent
 from streambp_fx.passes.s4_trace.vjp import Traced
@@ -89,6 +90,22 @@ def test_values_then_gradients_of_rows_and_of_parameters() -> None:
 def test_no_gradient_of_what_is_frozen() -> None:
     programs, program = compared(by_rows, "frozen", frozen=("first.weight",))
     assert len(programs.diff_constants) == 1 and len(results(program)) == 1 + 1 + 1
+
+
+class NoRelu(TorchDispatchMode):
+    """Every `relu` is zero."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return torch.zeros_like(found) if func is aten.relu.default else found
+
+
+def test_the_modes_of_the_first_step_are_not_in_the_program() -> None:
+    """All later steps run it, too."""
+    programs, within = programs_of(by_rows), programs_of(by_rows)
+    with NoRelu():
+        traced(within, "joint", LATER)
+    assert traced_text(within, "joint") == traced_text(programs, "joint")
 
 
 def causal(m: Small, ids: Tensor) -> Tensor:
