@@ -99,15 +99,20 @@ def row_bytes(facts: Facts, node: Node) -> float:
 
 
 def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
-    """Bytes a row alive just before each position (and after the last)."""
+    """Bytes a row alive just before each position (and after the last).
+
+    A context before the rows is held anyway, and costs nothing. What a layer makes of it amid rows cannot be
+    stored by rows: there is no cut while it is alive.
+    """
     position = {n: k for k, n in enumerate(order)}
     end = len(order)
+    first = next((k for k, n in enumerate(order) if n not in facts.context), end)
     change = [0.0] * (end + 2)
     barred = [0.0] * (end + 2)
     sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
     for node in (*sources, *order):
         held = node in facts.context and isinstance(node.meta["val"], torch.Tensor)
-        if not tensors_of(node) or held:  # a context is held anyway, and not by rows
+        if not tensors_of(node) or (held and position.get(node, -1) < first):
             continue
         born = position.get(node, -1) + 1
         uses = [position.get(u, end) for u in node.users if u.op != "output"]
@@ -212,8 +217,9 @@ def _gaps(facts: Facts, order: list[Node], start: int, stop: int) -> list[tuple[
 
 
 def _is_source(facts: Facts, node: Node) -> bool:
-    """True for a streamed value that is made of parameters and data alone."""
-    return all(facts.kinds[n] not in (Kind.STREAM, Kind.REDUCED) for n in operands(node))
+    """True for rows that are made of parameters and data alone. (A context has no rows.)"""
+    made_of_rows = any(facts.kinds[n] in (Kind.STREAM, Kind.REDUCED) for n in operands(node))
+    return node not in facts.context and not made_of_rows
 
 
 def _inner_heads(facts: Facts, order: list[Node], costs: list[float], stops: list[int]) -> set[int]:

@@ -151,6 +151,26 @@ def test_one_segment_a_layer_and_identical_ones_share_a_signature() -> None:
     assert all(len(s.rows) == 1 for s in facts.segments[1:])
 
 
+class Scaled(Stack):
+    """Each layer scales its rows by what it makes of data and its own weights, as DoRA does."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            before, after = (part(torch.eye(8)).norm(dim=1) for part in (layer.query, layer.out))
+            x = x + layer.out(layer.body(layer, x * before)) * after
+        return F.cross_entropy(self.head(x).view(-1, 11), labels.view(-1))
+
+
+def test_what_a_layer_makes_of_its_weights_does_not_begin_a_model() -> None:
+    """Between layers lies the residual stream alone, as if there were no such value."""
+    ids = torch.randint(0, 11, (2, 13))
+    facts = facts_of(Scaled(3), ids, ids.clone(), length_dims=(1, 1))
+    layers = [s for s in facts.segments if s.kind == "layer"]
+    assert facts.context and len(layers) == 3 and all(s.chunked for s in facts.segments)
+    assert all(len(s.rows) == len(s.outputs) == 1 for s in layers)
+
+
 def test_frozen_parameters_make_another_signature() -> None:
     model = Stack(3)
     model.layers[1].query.weight.requires_grad_(False)
