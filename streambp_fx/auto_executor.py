@@ -15,14 +15,13 @@ import sympy
 import torch
 from torch import Tensor
 
-from .choosing.saving import Space, choose_saving
+from .choosing.saving import Space
 from .cost.step import StepCost
 from .errors import StreamBPWarning
 from .options import AUTO_CHUNK, CHUNK_SIZES, Options, chunk_sizes
 from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
 from .passes.s6_schedule.step_parts import StepParts
-from .passes.step.saving import Saving
 from .runtime.executor import Executor, tokens_of
 from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
@@ -94,11 +93,10 @@ class AutoExecutor:
     ) -> None:
         self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
         auto = options.policy == "auto"
-        self.policies = candidates(options.stored) if auto else [options.stored]
+        self.fills = auto and options.mesh is None
+        self.policies = candidates(options.stored, self.fills) if auto else [options.stored]
         if (stored is not None and stored.taken) or options.mesh is not None:  # NOTE [what devices choose]
             self.policies = [p for p in self.policies if p.every == options.stored.every]
-        if auto and options.mesh is None:  # what attention computes is among what may be saved besides
-            self.policies.remove(Policy("attention"))
         first = Executor(facts, options.storing(self.policies[0]), stored=stored)
         self.executors = {self.policies[0]: first}
         self.costs: dict[Policy, StepCost] = {}
@@ -221,24 +219,17 @@ class AutoExecutor:
 
         Smaller chunks leave more room. They are taken where that spares more than a little.
         """
-        if policy != Policy() or not torch.is_grad_enabled() or self.options.mesh is not None:
+        if policy != Policy() or not torch.is_grad_enabled() or not self.fills:
             return policy, rows
-        cost, found = self.costs[policy], []
-        smaller = [r for r in chunk_sizes(self.executors[policy].sequences(others)) if r < rows]
-        for own in (rows, *(smaller if self.options.chunk == "auto" else ())):
+        cost, tried = self.costs[policy], {}
+        sizes = chunk_sizes(self.executors[policy].sequences(others)) if self.options.chunk == "auto" else ()
+        for own in (rows, *(r for r in sizes if r < rows)):
             self.space = Space(cost, cost.sizes(tokens, own, others), self.space)
-            found.append(
-                (self.space.spared(budget - self._peak(policy, tokens, others, own)), own, self.space)
-            )
-        most = max(spared for spared, *_ in found)
-        _, rows, space = next(f for f in found if f[0] >= (1 - LITTLE) * most)
-
-        def peak(saving: Saving) -> int:
-            return cost.storing(Policy(saving)).peak(space.sizes).total
-
-        least = self._peak(policy, tokens, others, rows)
-        chosen = choose_saving(space, budget, least, peak)
-        return (Policy(chosen.saving) if chosen.spared else policy), rows
+            least = self._peak(policy, tokens, others, own)
+            tried[own] = self.space, least, self.space.spared[self.space.count(budget - least)]
+        enough = (1 - LITTLE) * max(spared for *_, spared in tried.values())
+        rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] >= enough)
+        return space.filled(budget, least), rows
 
     def _peak(
         self,

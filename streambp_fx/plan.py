@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 from torch import nn
 
+from .choosing.saving import Space
 from .cost import eager_step
 from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import StepCost
@@ -22,7 +23,7 @@ from .models.by_name import model_on_meta
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .planning.engines import Engine, engine_for
-from .planning.memory_and_work import filled, ways_to_run
+from .planning.memory_and_work import ways_to_run
 from .planning.rates import EFFICIENCY, Rates, rates_for
 from .planning.several import DevicesPlan, TimePlan, devices_plan, time_plan
 from .planning.step_plan import Plan as Plan
@@ -205,8 +206,9 @@ class Planner:
         """A plan in which inputs alone are saved, and fit, with as much more as fits."""
         assert plan.memory_bytes is not None
         resident, cost = plan.peak_bytes - plan.activation_peak_bytes, self.cost
-        sizes = cost.sizes(plan.seq_len, plan.chunk)
-        ways, policy = ways_to_run(cost, sizes, resident), filled(cost, sizes, plan.memory_bytes - resident)
+        space = Space(cost, cost.sizes(plan.seq_len, plan.chunk))
+        ways = ways_to_run(space, resident)
+        policy = space.filled(plan.memory_bytes - resident, plan.activation_peak_bytes)
         asked = plan.model, plan.seq_len, plan.memory_bytes, plan.chunk, optimizer
         found = plan if policy == self.stored else self.use(policy).plan(*asked)
         return replace(found, ways=ways, max_seq_len=plan.max_seq_len, tokens_per_gib=plan.tokens_per_gib)
@@ -322,9 +324,7 @@ def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:
     plans, refused = [], None
     single = planner.engine is None or planner.engine.context_parallel == 1
     fills = asked[1] is not None and single
-    for candidate in candidates(stored):
-        if fills and candidate == Policy("attention"):
-            continue  # it is among what inputs alone are filled up to
+    for candidate in candidates(stored, fills):
         try:
             plans.append(planner.use(candidate).plan(*asked))
         except PlanError as error:

@@ -69,23 +69,24 @@ def as_checked(policy: Policy, facts: Facts) -> Policy:
         own = list(alike[segment.signature])
         turn = seen[segment.signature] % len(own)
         seen[segment.signature] += 1
-        joins = segment is first and not policy.saves(
-            segment
-        )  # what looks rows up runs with it, see `groups`
+        # what looks rows up runs with the first layer, if nothing of that is saved: see `groups`
+        joins = segment is first and not policy.saves(segment)
         pieces.append(() if joins or own == [None] else evenly(own[turn:] + own[:turn]))
     return replace(policy, save=Saving(tuple(pieces)))
 
 
-def candidates(policy: Policy) -> list[Policy]:
+def candidates(policy: Policy, filled: bool = False) -> list[Policy]:
     """What `policy="auto"` tries, from the least work to the least memory.
 
     Args:
         policy: its `offload` is where what is kept may go as well. A transfer beside the computation is
             cheaper than computing again, and dearer than none.
+        filled: where inputs alone fit, the rest of the memory is filled up: what attention computes is among
+            that, and is not tried on its own.
     """
     places = dict.fromkeys(("none", policy.offload))
     found = [Policy(save, 1, place) for place in places for save in ("attention", "inputs")]
-    return found + [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
+    return found[filled:] + [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
 
 
 def ordinal(number: int) -> str:

@@ -34,6 +34,7 @@ from .recurrence_rows import RecurrenceRows
 if TYPE_CHECKING:
     from ..s5_lower.lower import Lowered
     from ..s5_lower.programs import SegmentPrograms
+    from ..s5_lower.saved_values import ForwardHalf
 
 Guard = Callable[[Mapping[str, int]], bool]
 
@@ -49,6 +50,7 @@ class Traced:
         fakes: the inputs it was traced with.
         lowered: programs made of it, by kind and by what is saved.
         saved: what is saved for the backward at a price.
+        half: what it computes before it reads a gradient, once that was asked for.
     """
 
     module: GraphModule
@@ -57,6 +59,7 @@ class Traced:
     fakes: list[Any]
     lowered: dict[tuple[str, Price | None], Lowered] = field(default_factory=dict)
     saved: dict[Price, list[Node]] = field(default_factory=dict)
+    half: ForwardHalf | None = None
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
         """True if what tracing assumed holds for these sizes, given by name."""

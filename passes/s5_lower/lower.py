@@ -179,9 +179,9 @@ def _copy_what_is_no_view(graph: Graph) -> None:
     """Views of what the program computes may copy.
 
     NOTE [strides of fake tensors]: where a value lies in memory is known of inputs. Of what ops make (also in
-    the forward of the chunk, if that has saved it), fake
-    tensors say it, and are wrong for some (the backward of a softmax over a dim that is not the last): the
-    view that the trace has recorded is then impossible. Nobody reads such a value by another name later.
+    the forward of the chunk, if that has saved it), fake tensors say it, and are wrong for some (the backward
+    of a softmax over a dim that is not the last): the view that the trace has recorded is then impossible.
+    Nobody reads such a value by another name later.
     """
     storages = Storages(graph)
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
@@ -221,7 +221,7 @@ def restrict(
 
 
 def live_nodes(
-    graph: Graph, wanted: set[Node], unwanted: Any = None, given: frozenset[Node] = frozenset()
+    graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node] = frozenset()
 ) -> set[Node]:
     """Nodes that `wanted` are made of, with the changes in place that they or the caller can see.
 

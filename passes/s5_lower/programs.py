@@ -92,7 +92,12 @@ class SegmentPrograms:
         return traced.saved[price]
 
     def forward_half(self, traced: Traced) -> ForwardHalf:
-        """What a joint trace computes before it reads a gradient, and what of it can be saved."""
+        """What a joint trace computes before it reads a gradient, and what of it can be saved; found once."""
+        if traced.half is None:
+            traced.half = self._forward_half(traced)
+        return traced.half
+
+    def _forward_half(self, traced: Traced) -> ForwardHalf:
         graph, kinds = traced.module.graph, (BufferKind.COTANGENT, BufferKind.STATE_GRADIENT, BufferKind.SUM)
         slots = self.slots("joint").tensors
         inputs = graph.find_nodes(op="placeholder")[-len(slots) :]

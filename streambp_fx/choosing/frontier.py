@@ -100,15 +100,7 @@ def _below(before: Corner, own: Corner, after: Corner) -> float:
     return before.left + share * (after.left - before.left) - own.left
 
 
-@dataclass(frozen=True)
-class Expressions:
-    """What is saved and left at a corner, in the size symbols of a trace: bytes and operations."""
-
-    saved: sympy.Expr
-    left: sympy.Expr
-
-
-def expressions(half: ForwardHalf, saved: Sequence[Node]) -> Expressions:
-    """Bytes of what is saved, and operations of what is computed again, as expressions in the sizes."""
-    left = sum((work_of(n) for n in computed_again(half, saved)), sympy.S.Zero)
-    return Expressions(sum((tensor_bytes(n.meta["val"]) for n in saved), sympy.S.Zero), left)
+def expressions(half: ForwardHalf, saved: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
+    """Bytes of what is saved, and operations of what is computed again, in the size symbols of a trace."""
+    bytes_saved = sum((tensor_bytes(n.meta["val"]) for n in saved), sympy.S.Zero)
+    return bytes_saved, sum((work_of(n) for n in computed_again(half, saved)), sympy.S.Zero)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -65,6 +65,7 @@ class Space:
         self.prices: dict[Any, list[Price]] = {} if known is None else known.prices
         self.known: dict[Any, tuple[Any, Any]] = {} if known is None else known.known
         self.starts: dict[int, list[int]] = {}
+        self.groups = groups(cost.facts, Policy())
         self.steps = sorted(self._steps(), key=lambda s: (-s.spared / s.saved, s.segment, -s.chunk))
 
     @property
@@ -104,7 +105,7 @@ class Space:
 
     def _bytes_apart(self, segment: Segment) -> int:
         """Bytes that a segment stores only if something of it is saved: else they are looked up again."""
-        group = next(g for g in groups(self.cost.facts, Policy()) if segment in g)
+        group = next(g for g in self.groups if segment in g)
         made = (n for other in group[:-1] for n in other.outputs if n in segment.rows)
         return sum(self.cost.bytes_of(n, self.sizes) for n in made)
 
@@ -122,26 +123,34 @@ class Space:
         if key not in self.known:
             programs, names = runner.programs, self.cost.names_of(runner, traced)
             saved = [] if price is None else programs.saved(traced, price)
-            found = expressions(programs.forward_half(traced), saved)
-            self.known[key] = found.saved.subs(names), found.left.subs(names)
+            saved_bytes, left = expressions(programs.forward_half(traced), saved)
+            self.known[key] = saved_bytes.subs(names), left.subs(names)
         return self.known[key]
 
     # ---- savings
 
-    def spared(self, room: int) -> int:
-        """About how many operations so many bytes more than nothing spare."""
-        spared = 0
-        for step in self.steps:
-            room -= step.saved
-            if room < 0:
-                break
-            spared += step.spared
-        return spared
+    @cached_property
+    def saved(self) -> list[int]:
+        """Bytes that are saved when so many of the steps are made, from none to all."""
+        return [0, *itertools.accumulate(s.saved for s in self.steps)]
 
     @cached_property
-    def all_work(self) -> int:
-        """Operations that would be spared if all steps were made."""
-        return sum(s.spared for s in self.steps)
+    def spared(self) -> list[int]:
+        """Operations that are spared when so many of the steps are made, from none to all."""
+        return [0, *itertools.accumulate(s.spared for s in self.steps)]
+
+    def count(self, room: int) -> int:
+        """How many steps can be made that save at most so many bytes together."""
+        return bisect.bisect_right(self.saved, room) - 1
+
+    def peak(self, saving: Saving) -> int:
+        """Bytes that a step takes which saves something."""
+        return int(self.cost.storing(Policy(saving)).peak(self.sizes).total)
+
+    def filled(self, budget: int, least: int) -> Policy:
+        """The policy that saves as much as fits a budget; see `choose_saving`."""
+        chosen = choose_saving(self, budget, least)
+        return Policy(chosen.saving) if chosen.spared else Policy()
 
     def saving(self, count: int) -> Saving:
         """The first so many steps, made."""
@@ -159,9 +168,9 @@ class Space:
     def _words(self, count: int) -> str:
         if not count:
             return "inputs"
-        size, spared = (sum(getattr(s, n) for s in self.steps[:count]) for n in ("saved", "spared"))
-        words = f"inputs, and {readable(size)} that spare {spared / self.all_work:.0%} of the recompute"
-        left = sum(s.saved for s in self.steps[count:])
+        share = self.spared[count] / self.spared[-1]
+        words = f"inputs, and {readable(self.saved[count])} that spare {share:.0%} of the recompute"
+        left = self.saved[-1] - self.saved[count]
         return f"{words}; {readable(left)} more would spare all" if left else words
 
 
@@ -211,29 +220,25 @@ class Chosen:
     spared: int
 
 
-def choose_saving(
-    space: Space, budget: int, least: int, peak: Callable[[Saving], int], tries: int = TRIES
-) -> Chosen:
+def choose_saving(space: Space, budget: int, least: int, tries: int = TRIES) -> Chosen:
     """As much work spared as fits a budget.
 
     Args:
         space: what may be saved.
         budget: bytes that the step may take.
         least: bytes that it takes where nothing is saved, which fits.
-        peak: of a step that saves something, in bytes.
-        tries: how often it may be asked for.
+        tries: how often the peak of a step may be asked for.
     """
-    sums = [0, *itertools.accumulate(s.saved for s in space.steps)]
-    low, high, held, refused = 0, len(sums), least, 0  # it fits at low, and not at high
+    low, high, held, refused = 0, len(space.saved), least, 0  # it fits at low, and not at high
     for _ in range(tries):
         if high - low == 1:
             break
         # what is saved is held at the peak, so the peak grows by it, or by less
-        count = bisect.bisect_right(sums, sums[low] + budget - held) - 1
-        count = (low + high) // 2 if refused else min(max(count, low + 1), high - 1)
-        found = peak(space.saving(count))
+        guess = min(max(space.count(space.saved[low] + budget - held), low + 1), high - 1)
+        count = (low + high) // 2 if refused else guess
+        found = space.peak(space.saving(count))
         if found <= budget:
             low, held, refused = count, found, 0
         else:
             high, refused = count, refused + 1
-    return Chosen(space.saving(low), held, sum(s.spared for s in space.steps[:low]))
+    return Chosen(space.saving(low), held, space.spared[low])

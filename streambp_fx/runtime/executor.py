@@ -15,7 +15,7 @@ from torch.fx import Node
 from ..options import Options
 from ..passes.graph.facts import Facts, PassError, tensors_of
 from ..passes.s2_prove.independent_samples import batch_size
-from ..passes.s3_cut.policy import Policy
+from ..passes.s3_cut.policy import Policy, as_checked
 from ..passes.s3_cut.segment import samples
 from ..passes.s5_lower.programs import SegmentPrograms
 from ..passes.s6_schedule.build import schedule
@@ -126,6 +126,11 @@ class Executor:
     def segments_where(self, holds: Callable[[SegmentRunner], bool]) -> frozenset[int]:
         """Of the segments that are run by chunks, the indices of those for which something holds."""
         return frozenset(k for k, r in enumerate(self.runners) if r is not None and holds(r))
+
+    @functools.cached_property
+    def checked_policy(self) -> Policy:
+        """The policy under which steps like this one's are checked, see `as_checked`."""
+        return as_checked(self.policy, self.facts)
 
     def storing(self, policy: Policy) -> Executor:
         """The executor with this memory policy: this one, or for a check another one."""

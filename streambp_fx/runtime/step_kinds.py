@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..passes.graph.facts import Mask
-from ..passes.s3_cut.policy import Policy, as_checked
+from ..passes.s3_cut.policy import Policy
 from ..passes.s4_trace.program_inputs import SPECIAL
 from ..passes.s6_schedule.program import CallLoss
 from .segments.loss_head import Sweep
@@ -28,7 +28,7 @@ class StepKind:
     """Two steps of one kind run the same programs in the same way.
 
     Attributes:
-        policy: what is kept for the backward, see `as_checked`.
+        policy: what is kept for the backward, see `policy.as_checked`.
         plain: masks that hide nothing but later rows.
         full: masks under which some row may attend to all columns.
         left_out: some samples are not run to the end, see NOTE [samples that have ended].
@@ -111,15 +111,7 @@ def step_kind(executor: Executor, step: StepData, sweep: Sweep | None) -> StepKi
             programs.add((number, "a chunk is not run"))
     left_out, behind = step.needed is not None, step.limits is not None
     masked = not executor.parts.masks.keys() <= step.plain
-    how = (
-        as_checked(executor.policy, executor.facts),
-        step.plain,
-        step.full,
-        left_out,
-        behind,
-        frozenset(programs),
-        masked,
-    )
+    how = (executor.checked_policy, step.plain, step.full, left_out, behind, frozenset(programs), masked)
     return StepKind(*how, step.chunk, step.loss_chunk)
 
 

@@ -14,4 +14,4 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 # Some tests take models and batches of others.
-sys.path += [str(Path(__file__).parent / room) for room in ("inputs", "losses")]
+sys.path += [str(Path(__file__).parent / room) for room in ("inputs", "losses", "models")]

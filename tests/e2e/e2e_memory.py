@@ -18,6 +18,13 @@ def measure(run: Callable[[], Any], known: Any = ()) -> LiveBytes:
     return meter
 
 
+def live(model: Any, batch: dict[str, Any]) -> int:
+    """Bytes that are alive at once in a step, but for weights, gradients and inputs."""
+    known = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    known += [v for v in batch.values() if isinstance(v, torch.Tensor)]
+    return measure(lambda: model(**batch).loss.backward(), known).peak
+
+
 class Work(TorchDispatchMode):
     """Counts the multiplications and additions of matrix products and attention."""
 

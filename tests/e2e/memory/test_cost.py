@@ -9,7 +9,7 @@ import pytest
 import sympy
 import torch
 from e2e_check import compare, in_double, pair
-from e2e_memory import measure
+from e2e_memory import live
 from e2e_models import HEAD, build, plain, sample
 from torch import nn
 
@@ -29,15 +29,6 @@ CASES = {
     "gemma2": ({**WIDE, "head_dim": 16, "sliding_window": 64}, 128, torch.float32),
     "gpt_neox": (WIDE, 96, torch.float64),
 }
-
-
-def _live(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    known = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
-
-    def step() -> None:
-        model(**batch).loss.backward()
-
-    return measure(step, [*known, *(v for v in batch.values() if isinstance(v, torch.Tensor))]).peak
 
 
 def _model(family: str) -> tuple[nn.Module, int]:
@@ -60,8 +51,8 @@ def test_predicted_peak_is_what_is_live(family: str) -> None:
     expression = cost.peak_expression(2)
     for tokens in (2 * chunk, 3 * chunk + 5, 8 * chunk):
         predicted = cost.peak(cost.sizes(tokens)).total
-        live = _live(model, plain(2, tokens))
-        assert predicted == pytest.approx(live, rel=0.08), tokens
+        held = live(model, plain(2, tokens))
+        assert predicted == pytest.approx(held, rel=0.08), tokens
         bound = int(expression.subs({TOKENS: tokens, CHUNK: chunk, LOSS_CHUNK: chunk // 2}))
         assert bound >= 0.98 * predicted, "an expression for chunks of full length"
         if tokens % chunk == 0:
@@ -91,7 +82,7 @@ def test_rounding_a_wide_sum_is_counted(tied: bool) -> None:
     else:
         assert peak.program == "loss"
         assert vocabulary * width * 4 < peak.total < vocabulary * width * 5
-    assert peak.total == pytest.approx(_live(model, plain(1, 64)), rel=0.02)
+    assert peak.total == pytest.approx(live(model, plain(1, 64)), rel=0.02)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -100,9 +91,9 @@ def test_predicted_peak_of_the_unstreamed_step(checkpointing: bool) -> None:
     found = streambp_fx.explain(model, 512, batch_size=2, chunk=chunk, loss_chunk=48)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    live = _live(model, {**plain(2, 512), "use_cache": False})  # type: ignore[dict-item]
+    held = live(model, {**plain(2, 512), "use_cache": False})
     moments = eager_step.timeline(found.cost, found.cost.sizes(512), checkpointing)
-    assert max(m.total for m in moments) == pytest.approx(live, rel=0.08)
+    assert max(m.total for m in moments) == pytest.approx(held, rel=0.08)
 
 
 def test_the_batch_size_is_a_symbol_and_the_peak_is_linear_in_the_length() -> None:
@@ -235,7 +226,7 @@ def test_loss_chunk_is_chosen_so_that_the_peak_stays(
         model(**batch).loss.backward()
         chunks, found = ran.count("loss"), streambp_fx.schedule(model)
         gradients[loss_chunk] = [p.grad.clone() for p in model.parameters()]
-        peaks[loss_chunk] = _live(model, batch)
+        peaks[loss_chunk] = live(model, batch)
         assert found is not None
         assert ("(chosen)" in str(found).splitlines()[0]) == (loss_chunk == "auto"), found
         if loss_chunk == "auto":

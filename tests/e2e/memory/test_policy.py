@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import check_exact, compare, in_double, pair, step
-from e2e_memory import measure
+from e2e_memory import live
 from e2e_models import build, padded, plain, sample
 
 import streambp_fx
@@ -121,15 +121,6 @@ def test_attention_is_not_computed_again() -> None:
         both = sum("flash_attention_for_cpu.default" in c for c in calls)
         found[save] = (forward, both - forward)
     assert found["attention"] == (found["inputs"][0], 0) and found["inputs"][1] == found["inputs"][0] > 0
-
-
-def live(model: Any, batch: dict[str, Any]) -> int:
-    known = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
-
-    def run() -> None:
-        model(**batch).loss.backward()
-
-    return measure(run, [*known, *batch.values()]).peak
 
 
 @pytest.mark.parametrize("policy", sample(POLICIES, ALL_OF_THEM))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import assert_all_chunked, check_exact, compare, in_double, pair, step, transform
-from e2e_memory import measure
-from e2e_models import build, padded, perturb, plain, sample
+from e2e_memory import live
+from e2e_models import build, padded, plain, sample
+from test_architectures import model_of
 
 import streambp_fx
-from benchmarks.families import configs
 from benchmarks.families.worker import PADS, batch, plain_experts
 from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, Saving
 
@@ -31,12 +31,6 @@ FAMILIES = ["llama", "gpt2", "gemma3_text", "mistral", "falcon_alibi", "bloom", 
 EAGER = ("gemma2", "bloom")
 # Experts, latents, recurrences, both in turn, sinks.
 ARCHITECTURES = ["qwen3_moe", "deepseek_v3", "mamba2", "qwen3_next", "gpt_oss", "falcon_h1", "minicpm3"]
-
-
-def model_of(family: str) -> Any:
-    model = configs.build(family).to(torch.float64)
-    perturb(model, 1)
-    return model
 
 
 def drawn(seed: int, segments: int = 40) -> Saving:
@@ -118,9 +112,3 @@ def test_the_peak_is_as_predicted_and_within_the_budget(family: str) -> None:
         found = live(model, plain(1, 512))
         assert found == pytest.approx(predicted, rel=0.01), share
         assert found <= 1.001 * share * least and predicted > least
-
-
-def live(model: Any, batch: dict[str, Any]) -> int:
-    """Bytes that are alive at once in a step, but for weights, gradients and inputs."""
-    known = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
-    return measure(lambda: model(**batch).loss.backward(), [*known, *batch.values()]).peak
