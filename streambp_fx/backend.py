@@ -328,7 +328,7 @@ class CompiledGraph:
             facts.placeless = self.placeless
             if self.stored is not None:
                 facts.parameter_groups = self.stored.nodes(facts)
-                facts.forward_only_groups = self.stored.forward_only
+                facts.not_again_groups = self.stored.forward_only
                 facts.several = self.stored.several(facts)
         except PassError as error:
             if isinstance(error.cause, NotPureError):

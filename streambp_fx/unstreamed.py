@@ -47,7 +47,7 @@ class Otherwise:
     layers: int = 0
 
     def is_better(self, facts: Facts) -> Segment | None:
-        """A segment that runs whole and is much longer than a layer, if there is one.
+        """A segment that runs unchunked and is much longer than a layer, if there is one.
 
         NOTE [longer than a layer]: in it nothing is known of where the rows are, so it is cut nowhere.
         """
@@ -104,7 +104,7 @@ def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
 
 
 def warn_unchunked(facts: Facts) -> None:
-    """One warning for all regions that run whole, with the op, its source line and the cost."""
+    """One warning for all regions that run unchunked, with the op, its source line and the cost."""
     whole = [s for s in facts.segments if not s.chunked and s.refused is not None]
     causes = [s for s in whole if not is_secondary(s.reason or "")]
     lines = list(map(why_whole, causes or whole))
@@ -118,7 +118,7 @@ def warn_unchunked(facts: Facts) -> None:
 
 
 def why_whole(segment: Segment) -> str:
-    """The op for which a segment runs whole, the reason, and the model's line."""
+    """The op for which a segment runs unchunked, the reason, and the model's line."""
     refused = segment.refused
     if refused is None:
         return segment.reason or "nothing is known of its rows"

@@ -91,7 +91,7 @@ def test_trainer() -> None:
 def test_inspect_schedule() -> None:
     output = run("inspect_schedule.py")
     assert "a window of 4096 rows" in output
-    assert "runs whole: a reduction over the sequence axis" in output
+    assert "runs unchunked: a reduction over the sequence axis" in output
     assert "StreamBPWarning: 1 of 4 segments run unchunked" in output
     check_explained(output.split("\n\n")[0].splitlines())
 
@@ -99,7 +99,7 @@ def test_inspect_schedule() -> None:
 def check_explained(schedule: list[str]) -> None:
     """Every column and every line below the table has its paragraph in the page on schedules."""
     page = (EXAMPLES.parent / "docs" / "reading_a_schedule.md").read_text()
-    table = r"  \d+(-\d+)? +(layer|rows|whole) "
+    table = r"  \d+(-\d+)? +(layer|rows|unchunked) "
     below = [line for line in schedule[2:] if not re.match(table, line) and not line.startswith("    ")]
     assert len(below) >= 2
     terms = [*schedule[1].split(), *(line.strip().split(":")[0] for line in below)]

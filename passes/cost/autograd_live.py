@@ -1,4 +1,4 @@
-"""autograd_live: a subgraph that runs whole, forward and VJP as autograd runs them, to know what it costs.
+"""autograd_live: an unchunked subgraph, forward and VJP as autograd runs them, to know what it costs.
 
 NOTE [what autograd holds]
 A step of autograd keeps all saved values and both gradients of an op until the whole op is differentiated,
@@ -29,8 +29,8 @@ from .program import tensor_bytes
 from .storages import storage_of
 
 
-class WholeStep:
-    """Forward and VJP of a subgraph as the runtime runs them (`runtime.segments.whole_segment`), on fake
+class UnchunkedStep:
+    """Forward and VJP of a subgraph as the runtime runs them (`runtime.segments.unchunked_segment`), on fake
     tensors of its own.
 
     The sizes are symbols of an environment of their own as well: what running it takes for granted about them

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .determinism import is_deterministic
-from .functionalization import HookError, Memory, MutationError, drops_nothing, plain
+from .functionalization import HookError, Memory, MutationError, drops_nothing, unwrapped
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -221,7 +221,7 @@ def _as_one_node(function: CustomFunction, inputs: tuple) -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     functional = any(isinstance(v, FunctionalTensor) for v in inputs)
-    given = tuple(map(plain, inputs))
+    given = tuple(map(unwrapped, inputs))
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, given)
     with disable_functional_mode(), disable_proxy_modes_tracing():
         output = function(*given)

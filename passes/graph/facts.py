@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.printers import PythonPrinter
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 if TYPE_CHECKING:
     from ..s6_schedule.several_devices import SeveralDevices
@@ -236,8 +232,8 @@ class Facts:
     placeless: bool = False  # the weights are on the meta device: where they will be is not known
     # parameters that are gathered together, each from pieces on several devices, before they are read
     parameter_groups: tuple[tuple[Node, ...], ...] = ()
-    # those that are not to be gathered in the backward
-    forward_only_groups: frozenset[int] = frozenset()
+    # of them those that the user asks not to gather again in the backward
+    not_again_groups: frozenset[int] = frozenset()
     several: SeveralDevices | None = None  # what an engine of several devices does with parameters
 
     def in_numbers(self, size: sympy.Expr) -> float:
@@ -295,7 +291,7 @@ class Segment:
         states: streamed values that mixing ops read as columns, kept for the whole segment.
         removed: rows that slices took off the sequence before this segment.
         chained: True if some state is made of what another mixing op of the segment reads.
-        chunked: False if the segment runs whole; `reason` says why and `refused` names the op.
+        chunked: False if the segment runs unchunked; `reason` says why and `refused` names the op.
     """
 
     index: int
@@ -318,37 +314,6 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, {self.kind}, {len(self.nodes)} nodes)"
-
-
-def evaluate_size(node: Node, size: Callable[[sympy.Expr], Any]) -> Any:
-    """The number a SIZE node stands for, from the sizes of the step (`size` resolves an expression).
-
-    Arithmetic on sizes is done again and not read off its symbolic value: it may be a float.
-    """
-    if node.op == "placeholder" or any(tensors_of(n) for n in node.all_input_nodes):
-        return size(expression(node.meta["val"]))
-    args = torch.fx.node.map_arg(node.args, lambda n: evaluate_size(n, size))
-    return node.target(*args)  # type: ignore[operator]
-
-
-def evaluate(size: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
-    """A size from the values of its symbols, which may be symbolic integers themselves."""
-    if size.is_Integer:
-        return int(size)
-    return sympy_interp(PythonReferenceAnalysis, dict(values), size)
-
-
-def compiled(symbols: Sequence[sympy.Symbol], size: sympy.Expr) -> Callable[..., Any]:
-    """A function of the values of `symbols`, ints: a size, or if a condition on sizes holds.
-
-    NOTE [printed sizes]: the printer is PyTorch's, as the functions are. That of sympy leaves out the
-    parentheses around what `Mod` is given, since PyTorch gives it another precedence.
-    """
-    try:
-        printed = PythonPrinter().doprint(size)
-        return eval(f"lambda {', '.join(map(str, symbols))}: {printed}", {"math": math, "torch": torch})
-    except Exception:  # a function that it does not know
-        return lambda *values: evaluate(size, dict(zip(symbols, values, strict=True)))
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:

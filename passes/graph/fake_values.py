@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from .facts import evaluate, expression
-from .symbols import SymbolTable, new_fake_mode
+from .facts import expression
+from .symbols import SymbolTable, evaluate, new_fake_mode
 
 
 class Environment:

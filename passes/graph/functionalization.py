@@ -282,7 +282,7 @@ def functional(run: Callable[..., Any], memory: Memory, written: list[int]) -> C
             memory.see(given)
             results = list(run(*given))
             written.extend(_changed(given))
-            return [plain(v) for v in (*results, *(given[k] for k in written))]
+            return [unwrapped(v) for v in (*results, *(given[k] for k in written))]
 
     return wrapped
 
@@ -305,7 +305,7 @@ def changes_something(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def plain(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     """What a functional tensor holds now; any other value as it is."""
     if not isinstance(value, FunctionalTensor):
         return value

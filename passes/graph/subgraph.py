@@ -1,4 +1,4 @@
-"""Subgraphs as modules: the whole values, the epilogue, a segment that runs whole."""
+"""Subgraphs as modules: the whole values, the epilogue, a segment that runs unchunked."""
 
 from __future__ import annotations
 

@@ -1,17 +1,23 @@
-"""Size symbols: those of an incoming graph, those made for them, and which are the sequence length."""
+"""Size symbols: of a graph that comes in, made for them, of the sequence length; and their values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from .facts import evaluate
+from .facts import expression, tensors_of
 
 
 class SymbolTable:
@@ -124,3 +130,34 @@ def values_of(size: torch.SymInt) -> dict[sympy.Symbol, int]:
     """The values that the symbols of a size had when it was traced."""
     env = size.node.shape_env
     return {s: int(env.backed_var_to_val[s]) for s in size.node.expr.free_symbols}
+
+
+def evaluate_size(node: Node, size: Callable[[sympy.Expr], Any]) -> Any:
+    """The number a SIZE node stands for, from the sizes of the step (`size` resolves an expression).
+
+    Arithmetic on sizes is done again and not read off its symbolic value: it may be a float.
+    """
+    if node.op == "placeholder" or any(tensors_of(n) for n in node.all_input_nodes):
+        return size(expression(node.meta["val"]))
+    args = torch.fx.node.map_arg(node.args, lambda n: evaluate_size(n, size))
+    return node.target(*args)  # type: ignore[operator]
+
+
+def evaluate(size: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
+    """A size from the values of its symbols, which may be symbolic integers themselves."""
+    if size.is_Integer:
+        return int(size)
+    return sympy_interp(PythonReferenceAnalysis, dict(values), size)
+
+
+def compiled(symbols: Sequence[sympy.Symbol], size: sympy.Expr) -> Callable[..., Any]:
+    """A function of the values of `symbols`, ints: a size, or if a condition on sizes holds.
+
+    NOTE [printed sizes]: the printer is PyTorch's, as the functions are. That of sympy leaves out the
+    parentheses around what `Mod` is given, since PyTorch gives it another precedence.
+    """
+    try:
+        printed = PythonPrinter().doprint(size)
+        return eval(f"lambda {', '.join(map(str, symbols))}: {printed}", {"math": math, "torch": torch})
+    except Exception:  # a function that it does not know
+        return lambda *values: evaluate(size, dict(zip(symbols, values, strict=True)))

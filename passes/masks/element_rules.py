@@ -114,8 +114,8 @@ def _biased(elements: Elements, node: fx.Node, index: Index, numbers: dict) -> L
     """
     masked = any(v is not None and is_masked(v, tensor(n).dtype) for n, v in numbers.items())
     if masked:
-        plain = node.target is aten.add.Tensor and "alpha" not in node.kwargs
-        if not plain or tensor(node).dtype is torch.float16:  # a bias of 32752 is within reach of float16
+        unscaled = node.target is aten.add.Tensor and "alpha" not in node.kwargs
+        if not unscaled or tensor(node).dtype is torch.float16:  # a bias of 32752 is within reach of float16
             raise MaskNotUnderstood(node, "arithmetic on masked values")
         return float("-inf")
     return elements.unknown(node, index)[0][1]

@@ -247,8 +247,8 @@ class Elements:
         value: Any = node.graph.owning_module
         for name in str(node.target).split("."):
             value = getattr(value, name, None)
-        plain = type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta
-        if not plain or value.dtype.is_complex:
+        one_number = type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta
+        if not one_number or value.dtype.is_complex:
             raise MaskNotUnderstood(node, "not a constant of one element")
         return ((sympy.true, leaf_of(value.item())),)
 

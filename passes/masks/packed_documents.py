@@ -46,8 +46,8 @@ def _positions_of_runs(node: fx.Node | None) -> fx.Node | None:
         return None
     differences = jumps.args[0]
     positions, prepend, last = differences.args[0], own(differences, "prepend"), len(shape(node)) - 1
-    plain = own(differences, "n") == 1 and own(differences, "append") is None and prepend is not None
-    if not plain or own_dim(differences) != last or own_dim(node) != last or shape(prepend)[last] != 1:
+    unit_steps = own(differences, "n") == 1 and own(differences, "append") is None and prepend is not None
+    if not unit_steps or own_dim(differences) != last or own_dim(node) != last or shape(prepend)[last] != 1:
         return None
     return positions if tensor(positions).dtype is torch.int64 else None
 

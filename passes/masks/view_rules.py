@@ -221,8 +221,8 @@ def _arange(elements: Elements, node: fx.Node, index: Index) -> Cases:
 def _diff(elements: Elements, node: fx.Node, index: Index) -> Cases:
     """First differences behind a prepended element, where the first equals all others."""
     source, prepend, dim = node.args[0], own(node, "prepend"), own_dim(node)
-    plain = own(node, "n") == 1 and own(node, "append") is None and tensor(node).dtype in EXACT
-    if not plain or prepend is None or shape(prepend)[dim] != 1:
+    unit_steps = own(node, "n") == 1 and own(node, "append") is None and tensor(node).dtype in EXACT
+    if not unit_steps or prepend is None or shape(prepend)[dim] != 1:
         raise MaskNotUnderstood(node, "differences other than of first order with one element prepended")
 
     def at(position: sympy.Expr) -> Index:

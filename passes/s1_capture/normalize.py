@@ -210,12 +210,12 @@ def full_slice_scatter(graph: Graph, node: Node) -> Node | None:
 def batch_norm_with_statistics(graph: Graph, node: Node) -> None:
     """The result as the op that has a gradient; the new statistics as what they are."""
     x, weight, bias, *statistics, training, momentum, eps = node.args
-    plain = insert(
+    result = insert(
         graph, node, aten.batch_norm.default, x, weight, bias, None, None, training, momentum, eps, False
     )
     rows = insert(graph, node, aten.detach.default, x)
     dims = [d for d in range(len(shape_of(x))) if d != 1]
-    made = {0: lambda: plain}
+    made = {0: lambda: result}
     for place, old, op in zip((3, 4), statistics, (aten.mean.dim, aten.var.dim), strict=True):
         made[place] = partial(_moved, graph, node, old, (op, rows, dims), momentum)
     for user in list(node.users):

@@ -50,8 +50,8 @@ def loss_by_rows(graph: Graph, node: Node) -> Node | None:
     call.update(zip(names, node.args, strict=False))
     call.update(node.kwargs)
     target = call["target"]
-    plain = call["weight"] is None and not target.meta["val"].is_floating_point()
-    if call["reduction"] == 0 or not plain or target.meta["val"].dim() == 0:
+    by_classes = call["weight"] is None and not target.meta["val"].is_floating_point()
+    if call["reduction"] == 0 or not by_classes or target.meta["val"].dim() == 0:
         return None
     rows = insert(
         graph, node, node.target, call["input"], target, None, 0, call["ignore_index"],

@@ -139,11 +139,11 @@ def _with_data(scores: Scores, known: Score, mask: Node, factor: float) -> Score
         return replace(known, ordinary=False, finite=False) if keeps and factor > 0 else None
     if found.predicate is sympy.true:
         return _biased(scores, known, part, factor)
-    plain = factor == 1 or not found.bias
+    as_is = factor == 1 or not found.bias
     if found.infinite and factor > 0:
-        added = Score(Hidden.INFINITE, (part,), plain, False)
+        added = Score(Hidden.INFINITE, (part,), as_is, False)
     elif factor >= 1:
-        added = Score(Hidden.LOW, (part,), plain, False)
+        added = Score(Hidden.LOW, (part,), as_is, False)
     else:
         return None
     if known.hidden in (Hidden.UNKNOWN, Hidden.ZERO):
@@ -210,8 +210,8 @@ def _scaled(scores: Scores, known: Score | None, number: float) -> Score | None:
         return known if number > 0 else None
     if known.hidden is Hidden.LOW:
         found = scores.hides(*known.parts)
-        plain = known.ordinary and (number == 1 or (found is not None and not found.bias))
-        return replace(known, ordinary=plain) if number >= 1 else None
+        as_is = known.ordinary and (number == 1 or (found is not None and not found.bias))
+        return replace(known, ordinary=as_is) if number >= 1 else None
     if known.hidden is Hidden.UNKNOWN and known.parts and abs(number) > 1:
         return Score(ordinary=False, finite=known.finite)
     return known

@@ -142,7 +142,7 @@ def _stops(facts: Facts, order: list[Node]) -> list[int]:
 
 
 def _contracts(facts: Facts, piece: Segment) -> bool:
-    """True if a segment multiplies by a parameter. One that does not (an embedding) is run whole."""
+    """True if a segment multiplies by a parameter. One that does not (an embedding) is run unchunked."""
     return any(is_product(facts, n) for n in piece.nodes)
 
 
@@ -321,7 +321,7 @@ def _judge(facts: Facts, piece: Segment) -> None:
     """Decide whether a segment can be chunked, and how far its rows reach."""
     alone = len(piece.nodes) == 1 and piece.nodes[0] in facts.slices
     if alone or facts.context.issuperset(piece.nodes):
-        piece.kind = "whole"
+        piece.kind = "unchunked"
         return
     for node in piece.nodes:
         reason = facts.refusals.get(node)
@@ -353,7 +353,7 @@ def _judge(facts: Facts, piece: Segment) -> None:
         piece.chunked, piece.refused = False, lengths[piece.removed]
         piece.reason = "sequences of different lengths meet in it"
     if not piece.mixings:
-        piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "whole"
+        piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "unchunked"
         return
     piece.reach = max(m.reach for m in piece.mixings)
     piece.chained = _is_chained(facts, piece)

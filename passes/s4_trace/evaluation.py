@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.facts import Axis, Kind, PassError, Role, evaluate, evaluate_size, shape_of, tensors_of
+from ..graph.facts import Axis, Kind, PassError, Role, shape_of, tensors_of
+from ..graph.symbols import evaluate, evaluate_size
 from ..masks.analysis import materialize
 from ..rules.op_sets import ALIGNED
 from .carried_state import Ranges, Size, StateReader, edges

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from ..graph.facts import Facts, Kind, evaluate, expression, shape_of, sum_dtype, tensors_of
-from ..graph.symbols import SymbolTable
+from ..graph.facts import Facts, Kind, expression, shape_of, sum_dtype, tensors_of
+from ..graph.symbols import SymbolTable, evaluate
 from ..s3_cut.segment import row_axis
 from ..step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from .carried_state import Ranges, state_of_recurrence
@@ -188,7 +188,7 @@ class FakeInputs:
         shape = [self._size(s) for s in shape_of(node)]
         stride = [self._size(expression(s)) for s in value.stride()]
         if node.op == "call_function" and self.facts.kinds[node] is Kind.REDUCED:
-            return self._contiguous(node, wide)  # it comes out of a segment that runs whole
+            return self._contiguous(node, wide)  # it comes out of a segment that runs unchunked
         with self.mode:
             dtype = sum_dtype(value.dtype) if wide else value.dtype
             return torch.empty_strided(shape, stride, dtype=dtype, device=value.device)

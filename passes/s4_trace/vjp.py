@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.facts import Mask, compiled
+from ..graph.facts import Mask
 from ..graph.recurrence import RECURRENCE_STEP
-from ..graph.symbols import SymbolTable, new_fake_mode
+from ..graph.symbols import SymbolTable, compiled, new_fake_mode
 from ..graph.tracing import trace
 from ..step.instructions import BufferKind
 from ..step.saving import Price

@@ -14,8 +14,6 @@ from ..s5_lower.programs import SegmentPrograms
 from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind
 from .program import (
-    CALLER,
-    EPILOGUE,
     Add,
     Call,
     CallLoss,
@@ -28,11 +26,10 @@ from .program import (
     Seed,
     StepInstruction,
     StepProgram,
-    Value,
-    ValueKind,
     Zeros,
 )
 from .step_parts import StepParts
+from .values import CALLER, EPILOGUE, Value, ValueKind
 
 
 def schedule(
@@ -57,7 +54,7 @@ class Scheduler:
     """Makes the step program of a graph; see `schedule` for the arguments.
 
     Attributes:
-        own: of each segment, its programs, or the subgraph that runs it whole in this step.
+        own: of each segment, its programs, or the subgraph that runs it unchunked in this step.
         reached: values to which a gradient comes.
         contributors: of each such value, who adds to its gradient, in the order in which they do.
     """
@@ -103,7 +100,7 @@ class Scheduler:
     def _own(self, segment: Segment, own: SegmentPrograms | Subgraph) -> SegmentPrograms | Subgraph:
         """What runs a segment: whole if all states would come first, see NOTE [chained states]."""
         chained = segment.chained and segment.index in self.full
-        return self.parts.whole_form(segment) if chained else own
+        return self.parts.unchunked_form(segment) if chained else own
 
     def _is_value(self, node: Node) -> bool:
         return self.facts.kinds[node] is not Kind.SIZE
@@ -260,12 +257,12 @@ class Scheduler:
         """Parts are added to what there is; what is complete and the caller's is handed over."""
         complete = []
         for node in nodes:
-            whole, order = Value(ValueKind.GRADIENT, node), self.contributors[node]
+            total, order = Value(ValueKind.GRADIENT, node), self.contributors[node]
             if len(order) > 1:
-                before = () if order[0] == by else (whole,)
-                yield Add(inputs=(*before, self._part_of(node, by)), results=(whole,))
+                before = () if order[0] == by else (total,)
+                yield Add(inputs=(*before, self._part_of(node, by)), results=(total,))
             if order[-1] == by and node.op in ("placeholder", "get_attr"):
-                complete.append(whole)
+                complete.append(total)
         if complete:
             yield HandOver(inputs=tuple(complete))
 

@@ -33,11 +33,10 @@ from .program import (
     StepProgram,
     SumShares,
     TakeParameters,
-    Value,
-    ValueKind,
     Zeros,
 )
 from .text import step_line
+from .values import Value, ValueKind
 
 
 class UnsoundStep(Exception):
@@ -318,18 +317,18 @@ def _seed(state: _State, instruction: Seed) -> None:
 
 
 def _add(state: _State, instruction: Add) -> None:
-    part, (whole,) = instruction.inputs[-1], instruction.results
+    part, (total,) = instruction.inputs[-1], instruction.results
     state.read(part)
-    if part.node is not whole.node:
-        raise _Fault(f"{part.name} is no part of {whole.name}")
+    if part.node is not total.node:
+        raise _Fault(f"{part.name} is no part of {total.name}")
     if len(instruction.inputs) > 1:
         state.read(instruction.inputs[0])
-        if instruction.inputs[0] != whole:
-            raise _Fault(f"the sum is {whole.name}, and {instruction.inputs[0].name} is added to")
+        if instruction.inputs[0] != total:
+            raise _Fault(f"the sum is {total.name}, and {instruction.inputs[0].name} is added to")
     else:
-        state.make(whole)
+        state.make(total)
     state.let_go(part)
-    state.to_add[whole] -= 1
+    state.to_add[total] -= 1
 
 
 def _sum_shares(state: _State, instruction: SumShares) -> None:

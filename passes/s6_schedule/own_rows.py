@@ -2,7 +2,7 @@
 
 Hidden states, and their gradients, lie on the device whose rows they are. Within segments the procedures
 exchange states (NOTE [rows on several devices] in `passes.step.build`). Between segments, what is read whole
-is gathered: by segments that run whole, by what the loss is made of, by the caller.
+is gathered: by segments that run unchunked, by what the loss is made of, by the caller.
 
 NOTE [shares of a gradient]: the gradient that a device computes is that of its own rows: of a parameter, or
 of anything else that all rows read, it is a share, and the sum over the devices is the gradient. Shares are
@@ -31,10 +31,9 @@ from .program import (
     StepInstruction,
     StepProgram,
     SumShares,
-    Value,
-    ValueKind,
 )
 from .step_parts import StepParts
+from .values import Value, ValueKind
 
 
 def share_rows(program: StepProgram, parts: StepParts) -> StepProgram:

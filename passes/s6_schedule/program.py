@@ -12,61 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import sympy
-from torch.fx import Node
 
 from ..graph.subgraph import Subgraph
 from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind, Procedure
 from .several_devices import SeveralDevices
+from .values import CHUNK, DEVICE, LOSS_CHUNK, Value, ValueKind
 
 if TYPE_CHECKING:
     from ..s5_lower.programs import SegmentPrograms
-
-#: Who adds to a gradient besides segments.
-EPILOGUE, CALLER = -1, -2
-#: Where something lies that is kept for the backward.
-DEVICE = "device"
-#: Rows of a chunk, of a layer and of a loss head.
-CHUNK, LOSS_CHUNK = (sympy.Symbol(n, integer=True, positive=True) for n in ("chunk", "loss_chunk"))
-
-
-class ValueKind(Enum):
-    """What a value of the step is; the value begins its name."""
-
-    CAPTURED = ""  # a value of the captured graph
-    KEPT = "kept"  # what the chunks of a segment keep for the backward, besides its inputs
-    COEFFICIENTS = "coefficients"  # the derivative of a linear loss in the rows of its head
-    UNSCALED = "unit_grad"  # a gradient for a unit gradient of the loss
-    GRADIENT = "grad"
-    LAZY = "lazy"  # an output that is computed when somebody reads it
-
-
-@dataclass(frozen=True)
-class Value:
-    """Something that is held between the instructions of a step.
-
-    Attributes:
-        node: the captured value that it is, or whose gradient it is; None for what is kept.
-        segment: by whom it is kept; of a gradient to which several add, the one whose part it is (also
-            `EPILOGUE` or `CALLER`). None: a captured value, or the whole gradient.
-    """
-
-    kind: ValueKind
-    node: Node | None = None
-    segment: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Readable, and another one for each value of a step."""
-        parts = [self.kind.value, "" if self.node is None else self.node.name]
-        if self.segment is not None:
-            by = {EPILOGUE: "of_epilogue", CALLER: "of_caller"}.get(self.segment, str(self.segment))
-            parts.append(by if self.node is None or self.kind is ValueKind.UNSCALED else f"part_{by}")
-        return "_".join(p for p in parts if p)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +51,7 @@ class RunPart(StepInstruction):
     Attributes:
         part: the subgraph; its outputs are the results.
         name: "whole values" (no gradient), "segment" or "epilogue".
-        segment: index of the segment that runs whole.
+        segment: index of the segment that runs unchunked.
         place: where what its backward reads lies meanwhile.
     """
 
@@ -396,7 +353,7 @@ class StepProgram:
         return [i for i in self.instructions() if isinstance(i, Call)]
 
     def backward_of(self, segment: int) -> Call | None:
-        """What the backward of a segment runs; None if no gradient comes to it, or it runs whole."""
+        """What the backward of a segment runs; None if no gradient comes to it, or it runs unchunked."""
         if not self._backward_of:
             calls = (i for i in unrolled(self.backward) if isinstance(i, Call))
             self._backward_of.update({i.segment: i for i in calls})
@@ -407,6 +364,11 @@ class StepProgram:
     ) -> StepProgram:
         """The same step with another forward and backward."""
         return replace(self, forward=tuple(forward), backward=tuple(backward))
+
+
+def segment_of(instruction: StepInstruction) -> int | None:
+    """The index of the segment that an instruction runs or differentiates, if it is of one."""
+    return getattr(instruction, "segment", None)
 
 
 def unrolled(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:

@@ -23,11 +23,10 @@ from .program import (
     StepInstruction,
     StepProgram,
     TakeParameters,
-    Value,
-    ValueKind,
 )
 from .several_devices import SeveralDevices
 from .step_parts import StepParts
+from .values import Value, ValueKind
 
 
 def take_parameters(program: StepProgram, parts: StepParts) -> StepProgram:

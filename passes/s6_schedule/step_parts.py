@@ -46,7 +46,7 @@ class StepParts:
         shared: programs of the same graph, to be used again where they are the same.
 
     Attributes:
-        segments: for each segment its chunk programs, or the subgraph that runs it whole.
+        segments: for each segment its chunk programs, or the subgraph that runs it unchunked.
         masks: those that are asked in each step, see `masks_to_test`.
         epilogue: what is made of the segments' outputs.
         lazy: by position among the graph's results how a lazy output is made.
@@ -67,7 +67,7 @@ class StepParts:
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
         self.one_sweep = one_sweep(facts, self.segments, self.epilogue)
         self.random = any(is_random(n) for n in facts.nodes)
-        self._whole_forms: dict[int, Subgraph] = {}
+        self._unchunked_forms: dict[int, Subgraph] = {}
         on_cpu = all(v.device.type == "cpu" for n in facts.parameters for v in tensors_of(n))
         self.on_host = on_cpu and not facts.placeless
 
@@ -88,7 +88,7 @@ class StepParts:
             if not isinstance(own, Subgraph):
                 streamed.update(segment.outputs)
             elif any(n in streamed for n in own.inputs):
-                return f"segment {segment.index} runs whole"
+                return f"segment {segment.index} runs unchunked"
         return None
 
     @cached_property
@@ -120,7 +120,7 @@ class StepParts:
             s for s, own in zip(segments, self.segments, strict=True) if not isinstance(own, Subgraph)
         ]
         again = {n for s in by_chunks for n in s.constants}
-        honoured = (k for k in self.facts.forward_only_groups if again.isdisjoint(groups[k]))
+        honoured = (k for k in self.facts.not_again_groups if again.isdisjoint(groups[k]))
         return frozenset(honoured) - self.held_groups
 
     @property
@@ -129,14 +129,14 @@ class StepParts:
         place = self.policy.offload
         return place == "disk" or (place == "host" and not self.on_host)
 
-    def whole_form(self, segment: Segment) -> Subgraph:
-        """A segment as a module that runs it whole."""
-        if segment.index not in self._whole_forms:
-            self._whole_forms[segment.index] = _whole_form(self.facts, segment)
-        return self._whole_forms[segment.index]
+    def unchunked_form(self, segment: Segment) -> Subgraph:
+        """A segment as a module that runs it unchunked."""
+        if segment.index not in self._unchunked_forms:
+            self._unchunked_forms[segment.index] = _unchunked_form(self.facts, segment)
+        return self._unchunked_forms[segment.index]
 
 
-def _whole_form(facts: Facts, segment: Segment) -> Subgraph:
+def _unchunked_form(facts: Facts, segment: Segment) -> Subgraph:
     return Subgraph(facts, segment.outputs, {*segment.rows, *segment.constants, *segment.whole})
 
 
@@ -144,8 +144,8 @@ def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[Segment
     """Identical segments share their programs."""
     found: list[SegmentPrograms | Subgraph] = []
     for segment in facts.segments:
-        if not segment.chunked or segment.kind == "whole":
-            found.append(_whole_form(facts, segment))
+        if not segment.chunked or segment.kind == "unchunked":
+            found.append(_unchunked_form(facts, segment))
             continue
         key = (segment.signature, making.body, making.accumulate)
         if key not in shared:

@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from ..step.text import text, to_json
 from .program import (
-    DEVICE,
     Add,
     Again,
     Call,
@@ -33,10 +32,9 @@ from .program import (
     StepProgram,
     SumShares,
     TakeParameters,
-    Value,
-    ValueKind,
     Zeros,
 )
+from .values import DEVICE, Value, ValueKind
 
 GRADIENTS = (ValueKind.GRADIENT, ValueKind.UNSCALED)
 #: Values that are named in a line; of more the rest is counted.
@@ -181,7 +179,7 @@ def _place(instruction: Any) -> str:
 
 
 def _part(instruction: RunPart | Differentiate) -> str:
-    return instruction.name if instruction.segment is None else f"segment {instruction.segment}, whole"
+    return instruction.name if instruction.segment is None else f"segment {instruction.segment}, unchunked"
 
 
 def _run_part(instruction: RunPart, naming: Naming) -> str:
@@ -223,9 +221,9 @@ def _leave(instruction: Leave, naming: Naming) -> str:
 
 
 def _add(instruction: Add, naming: Naming) -> str:
-    part, (whole,) = instruction.inputs[-1], instruction.results
-    own, total = naming.of(part), naming.of(whole)
-    return f"{own} begins {total}" if len(instruction.inputs) == 1 else f"add {own} to {total}"
+    part, (total,) = instruction.inputs[-1], instruction.results
+    own, sum_of = naming.of(part), naming.of(total)
+    return f"{own} begins {sum_of}" if len(instruction.inputs) == 1 else f"add {own} to {sum_of}"
 
 
 def _hand_over(instruction: HandOver, naming: Naming) -> str:

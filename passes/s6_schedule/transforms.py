@@ -13,31 +13,28 @@ from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
+from .offloading import move_what_is_kept
 from .own_rows import share_rows
 from .program import (
-    DEVICE,
     Again,
     Call,
     CallLoss,
     Differentiate,
     Drop,
-    Fetch,
     GiveBackParameters,
     Group,
     Layers,
-    Leave,
     RunPart,
     StepInstruction,
     StepProgram,
     TakeParameters,
-    Value,
-    ValueKind,
-    unrolled,
+    segment_of,
 )
 from .repeats import repeats
 from .sharding import reduce_gradients, take_parameters
 from .step_parts import StepParts
 from .text import step_text
+from .values import Value
 
 Transform = Callable[[StepProgram, StepParts], StepProgram]
 
@@ -69,7 +66,7 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
     returned = set(program.returned)
     for group in found:
         indices = {s.index for s in group}
-        places = [k for k, i in enumerate(forward) if _segment_of(i) in indices]
+        places = [k for k, i in enumerate(forward) if segment_of(i) in indices]
         body = tuple(forward[k] for k in places)
         if any(isinstance(i, CallLoss) for i in body):
             continue
@@ -79,7 +76,7 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
         if not made.again or any(v in returned for i in made.again for v in i.results):
             continue
         forward[places[0] : places[-1] + 1] = [made]
-        first = next((k for k, i in enumerate(backward) if _segment_of(i) in indices), None)
+        first = next((k for k, i in enumerate(backward) if segment_of(i) in indices), None)
         if first is not None:
             results = tuple(v for i in made.again for v in i.results)
             again = Again(body=made.again, segment=group[-1].index, inputs=_read(made.again), results=results)
@@ -98,10 +95,6 @@ def _group(
     # nobody reads the last outputs again, and what they were made of is kept
     again = body if parts.policy.saves(group[-1]) else body[:-1]
     return Group(body=body, again=again, inputs=_read(body), results=results)
-
-
-def _segment_of(instruction: StepInstruction) -> int | None:
-    return getattr(instruction, "segment", None)
 
 
 def _read(body: Iterable[StepInstruction]) -> tuple[Value, ...]:
@@ -141,94 +134,6 @@ def overwrite_rows_of_loss(program: StepProgram, parts: StepParts) -> StepProgra
     way = replace(loss.way, overwrites=frozenset(taken))
     forward[position] = replace(loss, way=way)
     return program.with_parts(forward, program.backward)
-
-
-def move_what_is_kept(program: StepProgram, parts: StepParts) -> StepProgram:
-    """What the backward reads of the forward leaves the device and comes back, see `policy`.
-
-    While a segment runs, what the one before has kept is on its way; in the backward, what the next one
-    reads. Parameters, and what all segments read, stay.
-    """
-    if not parts.moves or not program.backward:
-        return program
-    keepers = [i for i in program.forward if isinstance(i, Group) or _is_kept_of(i)]
-    leaving = _leaving(program, keepers)
-    forward: list[StepInstruction] = []
-    number = 0
-    for place, instruction in enumerate(program.forward):
-        rest = program.forward[place:]
-        if any(instruction is k for k in keepers):
-            forward += _left(leaving, number - 2, rest)
-            forward.append(replace(instruction, place=parts.policy.offload))  # type: ignore[call-arg]
-            number += 1
-            continue
-        if isinstance(instruction, CallLoss):  # where memory is scarcest
-            forward += [*_left(leaving, number - 2, rest), *_left(leaving, number - 1, rest)]
-        forward.append(instruction)
-    gone = {v for i in forward if isinstance(i, Leave) for v in i.inputs}
-    return program.with_parts(forward, _fetched(program.backward, keepers, leaving, gone))
-
-
-def _is_kept_of(instruction: StepInstruction) -> bool:
-    if isinstance(instruction, RunPart):
-        return instruction.segment is not None
-    return isinstance(instruction, Call) and not isinstance(instruction, CallLoss)
-
-
-def moved(program: StepProgram) -> tuple[Value, ...]:
-    """Values that lie elsewhere between forward and backward."""
-    keepers = [i for i in unrolled(program.forward) if getattr(i, "place", DEVICE) != DEVICE]
-    return tuple(v for own in _leaving(program, keepers) for v in own)
-
-
-def _leaving(program: StepProgram, keepers: list[StepInstruction]) -> list[tuple[Value, ...]]:
-    """What each keeps, but for what a later one keeps as well."""
-    stay = {*program.given, *(v for i in program.prologue for v in i.results)}
-    read = {v for i in unrolled(program.backward) for v in i.inputs}
-    found: list[tuple[Value, ...]] = []
-    later: set[Value] = set()
-    for keeper in reversed(keepers):
-        kept = [v for v in keeper.results if v.kind is ValueKind.KEPT]
-        own = dict.fromkeys(v for v in (*keeper.inputs, *kept) if v in read and v not in stay)
-        found.append(tuple(v for v in own if v not in later))
-        later.update(own)
-    return found[::-1]
-
-
-def _left(
-    leaving: list[tuple[Value, ...]], number: int, rest: Sequence[StepInstruction]
-) -> list[StepInstruction]:
-    """What one keeper keeps leaves, but for what the rest of the forward still reads."""
-    if number < 0 or not leaving[number]:
-        return []
-    needed = {v for i in rest for v in i.inputs}
-    found = tuple(v for v in leaving[number] if v not in needed)
-    return [Leave(inputs=found, number=number)] if found else []
-
-
-def _fetched(
-    backward: tuple[StepInstruction, ...],
-    keepers: list[StepInstruction],
-    leaving: list[tuple[Value, ...]],
-    gone: set[Value],
-) -> Iterator[StepInstruction]:
-    number_of = {s: k for k, keeper in enumerate(keepers) for s in _segments_of(keeper)}
-    back: set[Value] = set()
-    begun: set[int] = set()
-    for instruction in backward:
-        segment = _segment_of(instruction)
-        number = None if segment is None else number_of.get(segment)
-        for k in (number, number - 1) if number is not None and number not in begun else ():
-            own = tuple(v for v in leaving[k] if v in gone and v not in back) if k >= 0 else ()
-            back.update(own)
-            yield from [Fetch(inputs=own)] if own else []
-        begun |= set() if number is None else {number}
-        yield instruction
-
-
-def _segments_of(instruction: StepInstruction) -> list[int]:
-    found = (_segment_of(i) for i in (instruction.body if isinstance(instruction, Group) else (instruction,)))
-    return [s for s in found if s is not None]
 
 
 def drop_what_nobody_reads(program: StepProgram) -> StepProgram:

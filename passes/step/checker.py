@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
+from .buffer_states import BufferStates, Fault, Rows
 from .instructions import (
     AllGather,
     Allocate,
@@ -52,19 +52,6 @@ class UnsoundProcedure(Exception):
         self.procedure, self.instruction = procedure, instruction
 
 
-class Rows(Enum):
-    """What the rows of a buffer hold."""
-
-    ANYTHING = "anything"
-    ZERO = "zeros"
-    COUNTED = "values where they count in the loss, anything elsewhere"
-    COMPLETE = "values"
-
-
-class _Fault(Exception):
-    """What is wrong, before it is known where."""
-
-
 def check(procedure: Procedure) -> None:
     """Prove that a procedure is sound.
 
@@ -74,12 +61,12 @@ def check(procedure: Procedure) -> None:
     Raises:
         UnsoundProcedure: it is not.
     """
-    state = _State(procedure)
+    state = BufferStates(procedure)
     for instruction in _joined(procedure):
         _step(state, instruction)
     try:
         state.end()
-    except _Fault as fault:
+    except Fault as fault:
         raise UnsoundProcedure(procedure, None, str(fault)) from None
 
 
@@ -111,102 +98,17 @@ def _body_of(loop: Chunks) -> tuple[Any, ...]:
     return (*body, loop.reverse, loop.over)
 
 
-def _step(state: _State, instruction: Instruction) -> None:
+def _step(state: BufferStates, instruction: Instruction) -> None:
     try:
         CHECKS[type(instruction)](state, instruction)
-    except _Fault as fault:
+    except Fault as fault:
         raise UnsoundProcedure(state.procedure, instruction, str(fault)) from None
-
-
-class _State:
-    """What is known between two instructions.
-
-    Attributes:
-        rows: of the buffers that are held.
-        lies_on: buffers that lie where another one did.
-        results: of the chunk's program, not written yet.
-        loop: that is followed.
-        written: what this loop has written, so far.
-        added, finished: sums that were added to, and of which all rows were differentiated.
-        kept: chunks have kept something.
-        read: buffers that a program has read.
-        scaled, rounded: what was.
-        gathered, received, sent: states of which rows of other devices came, or were sent.
-        summed: state gradients to which other devices have added.
-    """
-
-    def __init__(self, procedure: Procedure) -> None:
-        self.procedure = procedure
-        self.rows = dict.fromkeys(procedure.parameters, Rows.COMPLETE)
-        self.lies_on: dict[Buffer, Buffer] = {}
-        self.results: set[Buffer] = set()
-        self.loop: Chunks | None = None
-        self.written: set[Buffer] = set()
-        self.added: set[Buffer] = set()
-        self.finished: set[Buffer] = set()
-        self.read: set[Buffer] = set()
-        self.scaled: set[Buffer] = set()
-        self.rounded: set[Buffer] = set()
-        self.gathered: set[Buffer] = set()
-        self.received: set[Buffer] = set()
-        self.sent: set[Buffer] = set()
-        self.summed: set[Buffer] = set()
-        self.kept = Buffer(BufferKind.KEPT) in self.rows
-
-    def need(self, buffer: Buffer) -> Rows:
-        if buffer not in self.rows:
-            raise _Fault(f"{buffer.name} is not held")
-        return self.rows[buffer]
-
-    def complete(self, buffer: Buffer) -> None:
-        if self.need(buffer) is not Rows.COMPLETE:
-            raise _Fault(f"the rows of {buffer.name} hold {self.rows[buffer].value}, not all of its values")
-
-    def used(self) -> None:
-        """Nothing is left of what a program has returned."""
-        if self.results:
-            raise _Fault(f"{min(b.name for b in self.results)} is made and not used")
-
-    def unwritten(self, buffer: Buffer) -> None:
-        """The chunk's rows were not written before."""
-        if self.need(buffer) is Rows.COMPLETE or buffer in self.written:
-            raise _Fault(f"rows of {buffer.name} are written twice")
-
-    def hold(self, buffer: Buffer, rows: Rows) -> None:
-        if self.loop is not None:
-            raise _Fault("memory for all chunks is allocated in each of them")
-        if buffer in self.rows:
-            raise _Fault(f"{buffer.name} is held already")
-        self.rows[buffer] = rows
-
-    def end(self) -> None:
-        """What is handed over is finished, and nothing else is left."""
-        kept = Buffer(BufferKind.KEPT)
-        for buffer in self.procedure.results:
-            if buffer == kept:
-                if not self.kept:
-                    raise _Fault("nothing was kept")
-                continue
-            self.complete(buffer)
-            self._handed_over(buffer)
-        if self.received != self.sent:
-            raise _Fault(f"{min(b.name for b in self.received ^ self.sent)} is received and not sent on")
-        mine = self.rows.keys() - {*self.procedure.parameters, *self.procedure.results}
-        if mine:
-            raise _Fault(f"{min(b.name for b in mine)} is left allocated")
-
-    def _handed_over(self, buffer: Buffer) -> None:
-        scaling, loss = self.procedure.name == "scaling", self.procedure.name == "loss"
-        if scaling and buffer not in self.scaled:
-            raise _Fault(f"{buffer.name} is not multiplied by the gradient of the loss")
-        if buffer.kind is BufferKind.SUM and not loss and buffer not in self.rounded:
-            raise _Fault(f"{buffer.name} is handed over as a sum that is not rounded")
 
 
 # ---- memory
 
 
-def _allocate(state: _State, instruction: Allocate) -> None:
+def _allocate(state: BufferStates, instruction: Allocate) -> None:
     buffer = instruction.buffer
     if buffer.kind is BufferKind.SUM:
         assert buffer.node is not None
@@ -214,35 +116,35 @@ def _allocate(state: _State, instruction: Allocate) -> None:
     state.hold(buffer, Rows.ZERO if instruction.zero else Rows.ANYTHING)
 
 
-def _overwrite(state: _State, instruction: Overwrite) -> None:
+def _overwrite(state: BufferStates, instruction: Overwrite) -> None:
     state.complete(instruction.old)
     if instruction.old in state.lies_on.values():
-        raise _Fault(f"{instruction.old.name} is overwritten by two")
+        raise Fault(f"{instruction.old.name} is overwritten by two")
     state.hold(instruction.buffer, Rows.ANYTHING)
     state.lies_on[instruction.buffer] = instruction.old
 
 
-def _free(state: _State, instruction: Free) -> None:
+def _free(state: BufferStates, instruction: Free) -> None:
     buffer = instruction.buffer
     state.need(buffer)
     if buffer in state.procedure.parameters or buffer in state.procedure.results:
-        raise _Fault(f"{buffer.name} belongs to who has called")
+        raise Fault(f"{buffer.name} belongs to who has called")
     if buffer.kind is BufferKind.STATE_GRADIENT and buffer not in state.finished:
-        raise _Fault(f"{buffer.name} is freed before its rows are differentiated")
+        raise Fault(f"{buffer.name} is freed before its rows are differentiated")
     if buffer not in state.read:
-        raise _Fault(f"{buffer.name} is freed and was never read")
+        raise Fault(f"{buffer.name} is freed and was never read")
     shared = buffer.kind is BufferKind.STATE_GRADIENT and state.procedure.several
     if shared and buffer not in state.summed and buffer not in state.received:
-        raise _Fault(f"{buffer.name} is freed without what other devices have added to it")
+        raise Fault(f"{buffer.name} is freed without what other devices have added to it")
     del state.rows[buffer]
 
 
 # ---- loops
 
 
-def _chunks(state: _State, loop: Chunks) -> None:
+def _chunks(state: BufferStates, loop: Chunks) -> None:
     if state.loop is not None:
-        raise _Fault("a loop over chunks within another one")
+        raise Fault("a loop over chunks within another one")
     state.loop, state.written = loop, set()
     for instruction in loop.body:
         _step(state, instruction)
@@ -257,43 +159,43 @@ def _after(rows: Rows, over: Over) -> Rows:
     if over is Over.COUNTED:
         return Rows.COMPLETE if rows is Rows.ZERO else Rows.COUNTED
     if over is Over.NOT_COUNTED and rows is not Rows.COUNTED:
-        raise _Fault("rows that do not count are written, and those that count are not")
+        raise Fault("rows that do not count are written, and those that count are not")
     return Rows.COMPLETE
 
 
-def _run(state: _State, instruction: Run) -> None:
+def _run(state: BufferStates, instruction: Run) -> None:
     loop = state.loop
     if loop is None:
-        raise _Fault("a program for a chunk is called outside of a loop")
+        raise Fault("a program for a chunk is called outside of a loop")
     state.used()
     kept = Buffer(BufferKind.KEPT)
     if instruction.price is not None and kept not in (*instruction.inputs, *instruction.results):
-        raise _Fault("what is to be saved is neither made nor read")
+        raise Fault("what is to be saved is neither made nor read")
     for buffer in instruction.inputs:
         _reads(state, loop, instruction, buffer)
         state.read.add(buffer)
     for buffer in instruction.writes:
         state.unwritten(buffer)
         if loop.reverse:
-            raise _Fault(f"{buffer.name}: in reverse no rows of earlier chunks are there to be read")
+            raise Fault(f"{buffer.name}: in reverse no rows of earlier chunks are there to be read")
         state.written.add(buffer)
     for buffer in instruction.finishes:
         _finish(state, loop, instruction, buffer)
     for buffer in instruction.adds:
         if state.need(buffer) is Rows.ANYTHING:
-            raise _Fault(f"{buffer.name} is added to, and does not begin with zero")
+            raise Fault(f"{buffer.name} is added to, and does not begin with zero")
         if buffer in state.rounded:
-            raise _Fault(f"{buffer.name} is added to after it was rounded")
+            raise Fault(f"{buffer.name} is added to after it was rounded")
         state.added.add(buffer)
         state.written.add(buffer)
     state.results = set(instruction.results)
 
 
-def _reads(state: _State, loop: Chunks, run: Run, buffer: Buffer) -> None:
+def _reads(state: BufferStates, loop: Chunks, run: Run, buffer: Buffer) -> None:
     """An input is held, and holds what it should."""
     if buffer.kind is BufferKind.KEPT:
         if not state.kept or loop.over is not Over.RUN:
-            raise _Fault("nothing is kept of its chunks")
+            raise Fault("nothing is kept of its chunks")
         return
     state.need(buffer)
     if buffer.kind is BufferKind.SUM or buffer in run.adds or buffer in run.writes:
@@ -301,29 +203,29 @@ def _reads(state: _State, loop: Chunks, run: Run, buffer: Buffer) -> None:
     state.complete(buffer)
     there = run.own or buffer in state.gathered or buffer in state.received
     if buffer.kind is BufferKind.STATE and state.procedure.several and not there:
-        raise _Fault(f"rows of {buffer.name} are read that other devices have")
+        raise Fault(f"rows of {buffer.name} are read that other devices have")
     lost = [new for new, old in state.lies_on.items() if old == buffer]
     if any(new in state.written or state.rows[new] is not Rows.ANYTHING for new in lost):
-        raise _Fault(f"rows of {buffer.name} are read after they were overwritten")
+        raise Fault(f"rows of {buffer.name} are read after they were overwritten")
 
 
-def _finish(state: _State, loop: Chunks, run: Run, buffer: Buffer) -> None:
+def _finish(state: BufferStates, loop: Chunks, run: Run, buffer: Buffer) -> None:
     """The rows of a state gradient are complete when they are differentiated."""
     state.need(buffer)
     if buffer in state.finished:
-        raise _Fault(f"rows of {buffer.name} are differentiated twice")
+        raise Fault(f"rows of {buffer.name} are differentiated twice")
     if buffer in run.adds:
         if not loop.reverse:
-            raise _Fault(f"{buffer.name}: later chunks, which add to its rows, must come first")
+            raise Fault(f"{buffer.name}: later chunks, which add to its rows, must come first")
     elif buffer not in state.added:
-        raise _Fault(f"{buffer.name} is differentiated before anything was added to it")
+        raise Fault(f"{buffer.name} is differentiated before anything was added to it")
     state.finished.add(buffer)
 
 
-def _write_rows(state: _State, instruction: WriteRows) -> None:
+def _write_rows(state: BufferStates, instruction: WriteRows) -> None:
     buffer = instruction.buffer
     if buffer not in state.results:
-        raise _Fault(f"there is no result for {buffer.name}")
+        raise Fault(f"there is no result for {buffer.name}")
     if instruction.add:
         state.complete(buffer)
     else:
@@ -332,17 +234,17 @@ def _write_rows(state: _State, instruction: WriteRows) -> None:
     state.written.add(buffer)
 
 
-def _zero_rows(state: _State, instruction: ZeroRows) -> None:
+def _zero_rows(state: BufferStates, instruction: ZeroRows) -> None:
     buffer = instruction.buffer
     if state.loop is None or state.loop.over is not Over.NOT_COUNTED:
-        raise _Fault(f"rows of {buffer.name} are zeroed that count")
+        raise Fault(f"rows of {buffer.name} are zeroed that count")
     state.unwritten(buffer)
     state.written.add(buffer)
 
 
-def _keep(state: _State, instruction: Keep) -> None:
+def _keep(state: BufferStates, instruction: Keep) -> None:
     if instruction.buffer not in state.results:
-        raise _Fault("there is nothing to keep")
+        raise Fault("there is nothing to keep")
     state.results.remove(instruction.buffer)
     state.kept = True
 
@@ -350,68 +252,68 @@ def _keep(state: _State, instruction: Keep) -> None:
 # ---- what is done to whole buffers
 
 
-def _normalize(state: _State, instruction: Normalize) -> None:
+def _normalize(state: BufferStates, instruction: Normalize) -> None:
     state.complete(instruction.buffer)
     if instruction.buffer in state.read or instruction.buffer in state.scaled:
-        raise _Fault(f"{instruction.buffer.name} is changed after it was read")
+        raise Fault(f"{instruction.buffer.name} is changed after it was read")
     state.scaled.add(instruction.buffer)
 
 
-def _scale(state: _State, instruction: Scale) -> None:
+def _scale(state: BufferStates, instruction: Scale) -> None:
     buffer = instruction.buffer
     state.complete(buffer)
     if buffer in state.scaled or buffer in state.rounded:
-        raise _Fault(f"{buffer.name} is multiplied twice, or after it was rounded")
+        raise Fault(f"{buffer.name} is multiplied twice, or after it was rounded")
     state.scaled.add(buffer)
 
 
-def _round(state: _State, instruction: Round) -> None:
+def _round(state: BufferStates, instruction: Round) -> None:
     buffer = instruction.buffer
     state.complete(buffer)
     if buffer in state.rounded:
-        raise _Fault(f"{buffer.name} is rounded twice")
+        raise Fault(f"{buffer.name} is rounded twice")
     state.rounded.add(buffer)
 
 
 # ---- rows on several devices
 
 
-def _all_gather(state: _State, instruction: AllGather) -> None:
+def _all_gather(state: BufferStates, instruction: AllGather) -> None:
     buffer = instruction.buffer
     state.complete(buffer)
     if buffer in state.gathered:
-        raise _Fault(f"{buffer.name} is gathered twice")
+        raise Fault(f"{buffer.name} is gathered twice")
     state.gathered.add(buffer)
 
 
-def _reduce_scatter(state: _State, instruction: ReduceScatter) -> None:
+def _reduce_scatter(state: BufferStates, instruction: ReduceScatter) -> None:
     buffer = instruction.buffer
     state.need(buffer)
     if buffer not in state.added or buffer in state.summed:
-        raise _Fault(f"{buffer.name} is summed before anything was added to it, or twice")
+        raise Fault(f"{buffer.name} is summed before anything was added to it, or twice")
     if (buffer in state.finished) is not instruction.others:
-        raise _Fault(f"{buffer.name}: what this device has added is differentiated twice, or never")
+        raise Fault(f"{buffer.name}: what this device has added is differentiated twice, or never")
     state.summed.add(buffer)
     state.finished.discard(buffer)
 
 
-def _receive(state: _State, instruction: Receive) -> None:
+def _receive(state: BufferStates, instruction: Receive) -> None:
     buffer = instruction.buffer
     state.need(buffer)
     if buffer in state.read or buffer in state.added or buffer in state.received:
-        raise _Fault(f"{buffer.name} is received after it was read or added to, or twice")
+        raise Fault(f"{buffer.name} is received after it was read or added to, or twice")
     state.received.add(buffer)
 
 
-def _send(state: _State, instruction: Send) -> None:
+def _send(state: BufferStates, instruction: Send) -> None:
     buffer = instruction.buffer
     done = state.finished if buffer.kind is BufferKind.STATE_GRADIENT else state.rows
     if buffer not in done or state.rows[buffer] is not Rows.COMPLETE:
-        raise _Fault(f"{buffer.name} is sent before it is complete")
+        raise Fault(f"{buffer.name} is sent before it is complete")
     state.sent.add(buffer)
 
 
-CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
+CHECKS: Mapping[type, Callable[[BufferStates, Any], None]] = {
     Allocate: _allocate,
     Overwrite: _overwrite,
     Free: _free,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..passes.graph.facts import Kind, PassError, Segment, evaluate_size
+from ..passes.graph.facts import Kind, PassError, Segment
 from ..passes.graph.sources import path, source_line
+from ..passes.graph.symbols import evaluate_size
 from ..passes.s3_cut.segment import row_axis
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.chunk_program import ChunkProgram
@@ -146,7 +147,7 @@ class _Trial:
     def _differs(self, segment: Segment, runner: SegmentRunner) -> tuple[str, Node | None]:
         """In words, with the node whose value or gradient it is; ("", None) if all is well."""
         order = (*segment.rows, *segment.constants)
-        part = self.executor.parts.whole_form(segment)
+        part = self.executor.parts.unchunked_form(segment)
         whole = [self.values[n] for n in segment.whole]
         results = []
         for streamed in (False, True):

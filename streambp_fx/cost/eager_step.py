@@ -1,7 +1,8 @@
 """What the same step needs unstreamed: eager, and with gradient checkpointing of each layer.
 
-Built from the graph that the schedule was made for: forward and VJP of each segment, run whole, as explicit
-graphs. What such a graph makes in its forward half and reads in its backward half is what autograd keeps.
+The step is a program of its own, `passes.s6_schedule.unstreamed`. Forward and VJP of a segment that runs at
+once are explicit graphs: what such a graph makes in its forward half and reads in its backward half is what
+autograd keeps.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import sympy
 
 from ..passes.cost.program import ProgramCost, largest
 from ..passes.graph.facts import Segment
+from ..passes.s6_schedule.program import Differentiate, RunPart, StepInstruction
+from ..passes.s6_schedule.unstreamed import unstreamed
+from ..passes.s6_schedule.values import Value, ValueKind
 from .held_bytes import Sizes
 from .step import StepCost
 
@@ -32,23 +36,23 @@ def timeline(cost: StepCost, sizes: Sizes, checkpointing: bool) -> list[Unstream
     Args:
         cost: cost of the streamed step of the same graph.
         sizes: the sizes, as numbers or symbols.
-        checkpointing: segments that read along the sequence keep their inputs only and run again in the
-            backward, as Hugging Face's gradient checkpointing does with decoder layers.
+        checkpointing: segments that read along the sequence run again in the backward.
     """
-    segments = cost.facts.segments
-    kept = [_kept(cost, s, sizes, checkpointing) for s in segments]
-    moments = []
+    program, moments = unstreamed(cost.executor.parts, checkpointing), []
     held: Any = 0
-    for segment, own in zip(segments, kept, strict=True):
+    read = {v for i in program.backward for v in i.inputs}
+    kept: dict[int, Any] = {}
+    for instruction in program.forward:
+        segment = _segment(cost, instruction)
+        kept[segment.index] = own = _kept(cost, instruction, read, sizes)
         running = own if cost.facts.trains(segment) else _running(cost, segment, sizes)
         moments.append(UnstreamedMoment("forward", segment.index, held + running))
         held = held + own
-    for segment, own in zip(reversed(segments), reversed(kept), strict=True):
-        if not cost.facts.trains(segment):
-            continue
-        running = _running(cost, segment, sizes)
-        again = checkpointing and bool(segment.mixings)
-        moments.append(UnstreamedMoment("backward", segment.index, held + running - (0 if again else own)))
+    for instruction in program.backward:
+        segment = _segment(cost, instruction)
+        own = kept[segment.index]
+        running = _running(cost, segment, sizes) - (own if _saved(instruction.inputs) else 0)
+        moments.append(UnstreamedMoment("backward", segment.index, held + running))
         held = held - own
     return moments
 
@@ -65,10 +69,27 @@ def flops(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Any:
         cost, sizes: as of `timeline`.
         checkpointing: layers run forwards a second time.
     """
-    again = [s for s in cost.facts.segments if checkpointing and s.mixings and cost.facts.trains(s)]
-    once = [_cost(cost, s) for s in cost.facts.segments]
-    twice = [cost.joint_cost(s, backward=False) for s in again]
-    return sum(cost.value(c.flops, sizes) for c in (*once, *twice))
+    instructions = unstreamed(cost.executor.parts, checkpointing).instructions()
+    return sum(_flops(cost, instruction, sizes) for instruction in instructions)
+
+
+def _flops(cost: StepCost, instruction: StepInstruction, sizes: Sizes) -> Any:
+    """Of a forward; or of a derivative, with the forward before it if that has saved nothing."""
+    segment = _segment(cost, instruction)
+    forward = cost.value(cost.joint_cost(segment, backward=False).flops, sizes)
+    if isinstance(instruction, RunPart):
+        return forward
+    return cost.value(cost.joint_cost(segment).flops, sizes) - (forward if _saved(instruction.inputs) else 0)
+
+
+def _segment(cost: StepCost, instruction: StepInstruction) -> Segment:
+    assert isinstance(instruction, RunPart | Differentiate) and instruction.segment is not None
+    return cost.facts.segments[instruction.segment]
+
+
+def _saved(values: tuple[Value, ...]) -> bool:
+    """True if what autograd saves is among them."""
+    return any(v.kind is ValueKind.KEPT for v in values)
 
 
 def _cost(cost: StepCost, segment: Segment) -> ProgramCost:
@@ -81,12 +102,17 @@ def _running(cost: StepCost, segment: Segment, sizes: Sizes) -> Any:
     return _states(cost, segment, sizes) + cost.value(_cost(cost, segment).peak, sizes)
 
 
-def _kept(cost: StepCost, segment: Segment, sizes: Sizes, checkpointing: bool) -> Any:
-    """Bytes that a segment's forward leaves for its backward; without one, for that of others."""
+def _kept(cost: StepCost, instruction: StepInstruction, read: set[Value], sizes: Sizes) -> Any:
+    """Bytes that a segment's forward leaves for the backward, its own or, if it has none, that of others.
+
+    Args:
+        read: what the backward reads.
+    """
+    segment = _segment(cost, instruction)
     if not cost.facts.trains(segment):
-        readers = [s for s in cost.facts.segments if cost.facts.trains(s)]
-        return sum(cost.bytes_of(n, sizes) for n in segment.outputs if any(n in s.rows for s in readers))
-    if checkpointing and segment.mixings:
+        made = (v.node for v in instruction.results if v in read)
+        return sum(cost.bytes_of(n, sizes) for n in made if n is not None)
+    if not _saved(instruction.results):
         return sum(cost.bytes_of(n, sizes) for n in segment.rows if n.op != "placeholder")
     kept = cost.joint_cost(segment).kept
     return _states(cost, segment, sizes) + (0 if kept is None else cost.value(kept, sizes))

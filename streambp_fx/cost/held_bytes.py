@@ -9,8 +9,8 @@ from typing import Any
 import sympy
 
 from ..passes.s6_schedule.collectives import Collective
-from ..passes.s6_schedule.program import CHUNK as CHUNK
-from ..passes.s6_schedule.program import LOSS_CHUNK as LOSS_CHUNK
+from ..passes.s6_schedule.values import CHUNK as CHUNK
+from ..passes.s6_schedule.values import LOSS_CHUNK as LOSS_CHUNK
 
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"
@@ -36,8 +36,8 @@ class Moment:
         phase: "forward" or "backward".
         segment: index of the segment that runs.
         chunk: which of its chunks, from 0, or None between chunks.
-        program: kind of the program that runs ("forward", "states", "joint", "loss", "whole"), or None; of a
-            collective, its kind.
+        program: kind of the program that runs ("forward", "states", "joint", "loss", "unchunked"), or None;
+            of a collective, its kind.
         bytes: what is held, by cause, in bytes: the largest while the program runs.
         flops: floating-point operations of the program.
         collective: what several devices do together at this point, beside the segment.

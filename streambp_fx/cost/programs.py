@@ -11,10 +11,11 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from ..passes.cost.autograd_live import WholeStep
+from ..passes.cost.autograd_live import UnchunkedStep
 from ..passes.cost.program import ProgramCost, op_name, program_cost, tensor_bytes
-from ..passes.graph.facts import Facts, Mask, Reach, Segment, compiled, shape_of, sum_dtype, tensors_of
+from ..passes.graph.facts import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
+from ..passes.graph.symbols import compiled
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
@@ -74,7 +75,7 @@ class ProgramCosts:
         )
 
     def states_of(self, segment: Segment) -> list[Node]:
-        """What later chunks of a segment read of the rows of earlier ones; none of one that runs whole."""
+        """What later chunks of a segment read of the rows of earlier ones; none of an unchunked one."""
         runner = self.executor.runners[segment.index]
         return [] if runner is None else [s.node for s in runner.programs.states.values() if not s.by_chunk]
 
@@ -180,13 +181,13 @@ class ProgramCosts:
             found[name] = found.get(name, 0) + size
         return found
 
-    def whole_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
-        """Cost of a segment that runs whole: forward and VJP, or the forward alone."""
-        key = ("whole", segment.signature, backward)
+    def unchunked_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:
+        """Cost of a segment that runs unchunked: forward and VJP, or the forward alone."""
+        key = ("unchunked", segment.signature, backward)
         if key not in self._programs:
             own = self.executor.parts.segments[segment.index]
-            part = own if isinstance(own, Subgraph) else self.executor.parts.whole_form(segment)
-            step = WholeStep(self.facts, part, backward)
+            part = own if isinstance(own, Subgraph) else self.executor.parts.unchunked_form(segment)
+            step = UnchunkedStep(self.facts, part, backward)
             names = {k: TOKENS if s == self.facts.sequence else s for k, s in step.symbols.items()}
             module, values = step.traced()
             self._programs[key] = program_cost(module, names, values, step.live())
@@ -196,7 +197,7 @@ class ProgramCosts:
         """Cost of a segment's forward and VJP, or of its forward, over the whole sequence at once: eager."""
         runner = self.executor.runners[segment.index]
         if runner is None:
-            return self.whole_cost(segment, backward)
+            return self.unchunked_cost(segment, backward)
         key = (id(runner.programs), "at once", backward)
         if key not in self._programs:
             programs = runner.programs

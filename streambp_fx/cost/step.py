@@ -17,8 +17,8 @@ from ..options import Options
 from ..passes.cost.program import largest
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy
+from ..passes.s6_schedule.offloading import moved
 from ..passes.s6_schedule.program import StepProgram
-from ..passes.s6_schedule.transforms import moved
 from ..passes.step.instructions import Procedure
 from ..runtime.executor import Executor
 from .held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes
@@ -128,7 +128,7 @@ class StepCost(ProgramCosts):
         return self.executor.step_program(self.executor.segments_where(self.is_full), several=True)
 
     def procedures(self, segment: Segment) -> list[Procedure]:
-        """What runs a segment, once each; nothing of one that runs whole."""
+        """What runs a segment, once each; nothing of one that runs unchunked."""
         calls = (c for c in self.step_program.calls() if c.segment == segment.index)
         return list({c.procedure_name: c.procedure for c in calls}.values())
 

@@ -31,11 +31,10 @@ from ..passes.s6_schedule.program import (
     StepProgram,
     SumShares,
     TakeParameters,
-    Value,
-    ValueKind,
     Zeros,
     flat,
 )
+from ..passes.s6_schedule.values import Value, ValueKind
 from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, SUMMED, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts
@@ -122,7 +121,7 @@ class StepWalk(ProcedureWalk):
             for value in instruction.results:
                 size = self.cost.held_of(_node(value), self.sizes)
                 self.ledger.hold(value, self.cause_of_output(value), size)
-            yield self._whole_moment(instruction.segment, backward=False)
+            yield self._unchunked_moment(instruction.segment, backward=False)
 
     def _differentiate(self, instruction: Differentiate) -> Iterator[Moment]:
         if instruction.segment is None:
@@ -130,15 +129,15 @@ class StepWalk(ProcedureWalk):
         for value in instruction.inputs:
             if value.kind is ValueKind.GRADIENT and value not in self.ledger.held:
                 self._hold_gradient(value)
-        yield self._whole_moment(instruction.segment, backward=True)
+        yield self._unchunked_moment(instruction.segment, backward=True)
         for value in instruction.results:
             self._hold_gradient(value)
 
-    def _whole_moment(self, index: int, backward: bool) -> Moment:
+    def _unchunked_moment(self, index: int, backward: bool) -> Moment:
         segment = self.facts.segments[index]
-        cost = self.cost.whole_cost(segment, backward)
+        cost = self.cost.unchunked_cost(segment, backward)
         held = self.ledger.bytes((self.cause_of_programs(segment), self.cost.value(cost.peak, self.sizes)))
-        return Moment(self.phase, index, None, "whole", held, self.cost.value(cost.flops, self.sizes))
+        return Moment(self.phase, index, None, "unchunked", held, self.cost.value(cost.flops, self.sizes))
 
     def bytes_of(self, value: Value) -> Any:
         """Bytes of a value."""

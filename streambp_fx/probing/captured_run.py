@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.graph.causal_convolution import CAUSAL_CONV1D
-from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, evaluate_size, shape_of
+from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, shape_of
 from ..passes.graph.recurrence import RECURRENCE
+from ..passes.graph.symbols import evaluate_size
 from ..passes.rules.op_sets import ALIGNED
 from ..runtime.segments.owned_buffers import attribute
 from ..runtime.step_sizes import read_sizes, size_places

@@ -163,7 +163,7 @@ class IndependenceProbe(CapturedRun):
         facts, segment = self.facts, self.segment_of.get(node)
         layout = facts.layouts.get(node)
         if segment is not None and not segment.chunked:
-            return segment.reason or "its segment runs whole"
+            return segment.reason or "its segment runs unchunked"
         if node in facts.refusals:
             return facts.refusals[node]
         if node in facts.slices:
@@ -173,7 +173,7 @@ class IndependenceProbe(CapturedRun):
         return None
 
     def _leave_out(self, node: Node, reason: str) -> None:
-        """One entry for each cause: a segment that runs whole, or an op that no other refusal explains."""
+        """One entry for each cause: an unchunked segment, or an op that no other refusal explains."""
         segment, first = self.segment_of.get(node), node
         if segment is not None and not segment.chunked:
             first = segment.refused or node

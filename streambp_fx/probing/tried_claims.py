@@ -41,7 +41,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class NotClaimed:
-    """A value, or all of a segment that runs whole, of which nothing is claimed."""
+    """A value, or all of a segment that runs unchunked, of which nothing is claimed."""
 
     segment: int | None
     value: str

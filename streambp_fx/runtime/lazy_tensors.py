@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..passes.graph.subgraph import Subgraph
 from .segments.owned_buffers import changing_memory
-from .segments.whole_segment import WholeSegment
+from .segments.unchunked_segment import UnchunkedSegment
 from .sharded_parameters import StoredAfterStep
 
 CHANGED = (
@@ -127,8 +127,8 @@ class LazyTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Uses that do not come from Python. Autograd has seen them already."""
-        plain = lambda x: x.read().detach()  # noqa: E731
-        args, kwargs = tree_map_only(LazyTensor, plain, (args, kwargs or {}))
+        read = lambda x: x.read().detach()  # noqa: E731
+        args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -233,17 +233,17 @@ class LazyOutput(torch.autograd.Function):
         Args:
             stored: parameters that need not be there then.
         """
-        plain = tuple(_detached(v) if isinstance(v, Tensor) else v for v in inputs)
-        WholeSegment.remember(ctx, part.module, False, inputs)
+        detached = tuple(_detached(v) if isinstance(v, Tensor) else v for v in inputs)
+        UnchunkedSegment.remember(ctx, part.module, False, inputs)
         ctx.anew, ctx.stored = anew, stored
-        read = [v for v in plain if isinstance(v, Tensor)] if anew is None else anew.inputs
+        read = [v for v in detached if isinstance(v, Tensor)] if anew is None else anew.inputs
         versions, of_stored = [_version(v) for v in read], _version_stored(stored)
 
         def compute() -> Tensor:
             if versions != [_version(v) for v in read] or of_stored != _version_stored(stored):
                 raise RuntimeError(CHANGED)
             with torch.no_grad(), _gathered(stored):
-                value = part.module(*(plain if anew is None else anew.make()))[0]
+                value = part.module(*(detached if anew is None else anew.make()))[0]
             return value.clone() if _shares_memory(value, read) else value  # it may be changed in place
 
         return LazyTensor.make(compute, _Like(shape, dtype, device))
@@ -251,7 +251,7 @@ class LazyOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         """Gradients of `inputs`; the part of the graph is run again for them."""
-        found = WholeSegment.pull_back(ctx, 6, (gradient,))
+        found = UnchunkedSegment.pull_back(ctx, 6, (gradient,))
         if ctx.anew is not None:
             ctx.anew.check(found)
         return (None, None, None, None, None, None, *found)

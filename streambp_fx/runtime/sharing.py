@@ -42,7 +42,7 @@ class Sharing:
 
     Args:
         mesh: a device mesh of one dim; None: they are not.
-        facts, runners: of the graph; the runners by segment, None for one that always runs whole.
+        facts, runners: of the graph; the runners by segment, None for one that always runs unchunked.
         random: the model draws random numbers.
     """
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from ..passes.graph.facts import Facts, Segment, evaluate_size, shape_of, tensors_of
+from ..passes.graph.facts import Facts, Segment, shape_of, tensors_of
+from ..passes.graph.symbols import evaluate_size
 from ..passes.s2_prove.inner_outputs import is_shown
 from ..passes.s3_cut.segment import row_axis
 from ..passes.s6_schedule.program import (
-    DEVICE,
     Call,
     CallLoss,
     CollectRows,
@@ -39,6 +39,7 @@ from ..passes.s6_schedule.program import (
     StepProgram,
     TakeParameters,
 )
+from ..passes.s6_schedule.values import DEVICE
 from .lazy_tensors import Anew, LazyOutput
 from .offload import Store
 from .segments.loss_head import OneSweepHead, Sweep
@@ -47,7 +48,7 @@ from .segments.owned_buffers import as_it_is
 from .segments.segment_function import StreamedSegment
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
-from .segments.whole_segment import WholeSegment
+from .segments.unchunked_segment import UnchunkedSegment
 from .sharded_parameters import GraphGroups, StepGroups
 from .shared_values import CountedOnce, Gathered, Own, summed
 
@@ -63,7 +64,7 @@ class StepFrame:
 
     Attributes:
         facts: of the graph.
-        runners: by segment; None for one that always runs whole.
+        runners: by segment; None for one that always runs unchunked.
         program: that is run.
         values: by node; sizes that the caller has given are among them.
         sizes: of the size symbols.
@@ -173,7 +174,7 @@ def _run_part(instruction: RunPart, frame: StepFrame) -> None:
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):
-            found = WholeSegment.apply(part, *given)
+            found = UnchunkedSegment.apply(part, *given)
         lies = map(frame.lies, part.outputs)
         found = tuple(v if how is None else Own.apply(how, v) for v, how in zip(found, lies, strict=True))
     frame.collected.clear()
@@ -290,7 +291,7 @@ def _nothing(instruction: StepInstruction, frame: StepFrame) -> None:
 def _inputs(segment: Segment, frame: StepFrame) -> list[Tensor]:
     """Streamed inputs and constants, in the order in memory that programs take them to have.
 
-    What comes out of a segment that runs whole may be a view, or lie otherwise than its fake tensor.
+    What comes out of a segment that runs unchunked may be a view, or lie otherwise than its fake tensor.
     """
     values = frame.values
     constants = (values[n].contiguous() if n.op == "call_function" else values[n] for n in segment.constants)

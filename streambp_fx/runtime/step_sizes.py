@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from ..errors import CompileError
-from ..passes.graph.facts import Facts, compiled, expression
+from ..passes.graph.facts import Facts, expression
+from ..passes.graph.symbols import compiled
 
 
 def size_places(facts: Facts) -> list[tuple[int, int | None, sympy.Symbol | None, int]]:

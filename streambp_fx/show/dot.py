@@ -21,7 +21,7 @@ WHOLE = 'style="dashed", color="firebrick"'
 def dot(schedule: ScheduledStep) -> str:
     """Graphviz text: segments as boxes, what flows between them as edges with bytes a row of the batch.
 
-    The carried state of a segment is an edge to itself. What runs whole is dashed, with its reason.
+    The carried state of a segment is an edge to itself. What runs unchunked is dashed, with its reason.
     """
     facts = schedule.facts
     made = {n: f"segment_{s.index}" for s in facts.segments for n in s.outputs}
@@ -40,10 +40,10 @@ def dot(schedule: ScheduledStep) -> str:
 
 def _box(segment: ScheduledSegment) -> str:
     title = f"segment {segment.index}: {segment.kind}, {len(segment.nodes)} ops"
-    if segment.chunked and segment.kind != "whole":
+    if segment.chunked and segment.kind != "unchunked":
         return f'label="{title}"'
     where = f"\n{source_line(segment.refused)}" if segment.refused is not None else ""
-    reason = f"\nruns whole: {segment.reason}{where}" if segment.reason else "\nruns whole"
+    reason = f"\nruns unchunked: {segment.reason}{where}" if segment.reason else "\nruns unchunked"
     return f'label="{_quoted(title + reason)}", {WHOLE}'
 
 

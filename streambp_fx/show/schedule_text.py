@@ -30,7 +30,7 @@ def schedule_text(schedule: ScheduledStep) -> str:
     """A schedule as text: a line for each segment or run of identical ones, then what holds for all."""
     lines = [
         _title(schedule),
-        f"  {'segment':<9}{'kind':<9}{'ops':>4}  {'chunks':>6}  {'stores':>9}  {'state':>9}  reads",
+        f"  {'segment':<9}{'kind':<10}{'ops':>4}  {'chunks':>6}  {'stores':>9}  {'state':>9}  reads",
     ]
     lines += [f"  {line}" for line in _segment_lines(schedule)]
     lines.append(
@@ -107,12 +107,12 @@ def _lines(schedule: ScheduledStep, group: list[ScheduledSegment]) -> Iterator[s
     stores = sum(segment.saved.values())
     state, chunks = schedule.state_bytes_per_row(segment), schedule.chunks(segment)
     reads = READS[segment.reach].format(window=segment.window or "some") if segment.chunked else "all rows"
-    what = f"{numbers:<9}{segment.kind:<9}{len(segment.nodes):>4}  {chunks or '':>6}"
+    what = f"{numbers:<9}{segment.kind:<10}{len(segment.nodes):>4}  {chunks or '':>6}"
     yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{_masks(schedule, segment)}"
     if not segment.chunked:
         where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""
         yield from textwrap.wrap(
-            f"runs whole: {segment.reason}{where}",
+            f"runs unchunked: {segment.reason}{where}",
             width=LINE - 3,  # these lines are indented, by three where layers take turns
             initial_indent=" " * 9,
             subsequent_indent=" " * 11,

@@ -85,12 +85,12 @@ class ScheduledSegment:
     @property
     def procedures(self) -> list[Procedure]:
         """The instructions that run the segment: its forward and its backward; of a loss head that takes one
-        sweep the loss, and the scaling by its gradient. None of a segment that runs whole."""
+        sweep the loss, and the scaling by its gradient. None of a segment that runs unchunked."""
         return self.schedule.cost.procedures(self.segment)
 
     def instructions(self) -> str:
         """The same as text, an instruction a line; see "Reading a schedule" in the documentation."""
-        return "\n\n".join(map(text, self.procedures)) or f"runs whole: {self.segment.reason}"
+        return "\n\n".join(map(text, self.procedures)) or f"runs unchunked: {self.segment.reason}"
 
     @property
     def bytes(self) -> int:

@@ -132,7 +132,7 @@ class ScheduledStep:
 
     def chunks(self, segment: ScheduledSegment) -> int | None:
         """How many chunks a segment runs in, if the sequence length is known."""
-        if self.seq_len is None or not segment.chunked or segment.kind == "whole":
+        if self.seq_len is None or not segment.chunked or segment.kind == "unchunked":
             return None if self.seq_len is None else 1
         rows = self.options.rows if segment.mixings else self.loss_rows
         return -(-(self.seq_len - segment.removed) // rows)

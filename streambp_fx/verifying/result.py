@@ -80,7 +80,7 @@ class Verification:
         loss: both losses; None if the streamed step failed (then `notes` says how).
         gradients: one entry for each trainable parameter that has a gradient in either step.
         probes: one entry for each value of which the analysis claims something.
-        not_claimed: what runs whole, and other values of which nothing is claimed.
+        not_claimed: what runs unchunked, and other values of which nothing is claimed.
         segments: the probes, summed up by segment.
         notes: what a reader must know, e.g. that dropout was off.
     """
@@ -213,7 +213,7 @@ class Verification:
         for s in self.segments:
             where = str(s.first) if s.first == s.last else f"{s.first}-{s.last}"
             if not s.values:
-                yield where, s.kind, "-", "not claimed", f"runs whole: {s.reason}" if s.reason else "-"
+                yield where, s.kind, "-", "not claimed", f"runs unchunked: {s.reason}" if s.reason else "-"
                 continue
             result = f"{s.contradicted} contradicted" if s.contradicted else "confirmed"
             yield where, s.kind, str(s.values), result, claim(s.reach, s.window)

@@ -179,7 +179,7 @@ def test_trainer(tmp_path: Path) -> None:
 def test_schedule() -> None:
     """The schedule of a step that is not run: what it says, as text and as a page."""
     schedule = streambp_fx.explain(build("llama"), seq_len=1000, batch_size=3, chunk=300, loss_chunk=64)
-    assert [s.kind for s in schedule.segments] == ["whole", "layer", "layer", "rows"]
+    assert [s.kind for s in schedule.segments] == ["unchunked", "layer", "layer", "rows"]
     assert [schedule.chunks(s) for s in schedule.segments] == [1, 4, 4, 16]
     assert schedule.stored_bytes_per_row() == 2 * 3 * 32 * 8
     text = str(schedule)

@@ -21,8 +21,8 @@ def as_it_is(tensor: Tensor) -> Tensor:
     saved, and raises. It does not find that somebody gave a parameter other memory (`p.data = ...`), and a
     saved leaf would be read with the new one. Eager reads what its ops have saved, which is the old one.
     """
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    return tensor.detach() if plain and tensor.is_leaf and tensor not in changing_memory else tensor
+    own_class = type(tensor) in (Tensor, torch.nn.Parameter)
+    return tensor.detach() if own_class and tensor.is_leaf and tensor not in changing_memory else tensor
 
 
 # Parameters that an engine gives other memory each time it gathers them; only it does so.

@@ -10,9 +10,10 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ...passes.graph.facts import Facts, Kind, Mask, Reach, evaluate_size, expression, tensors_of
+from ...passes.graph.facts import Facts, Kind, Mask, Reach, expression, tensors_of
 from ...passes.graph.printing import Printer
 from ...passes.graph.subgraph import Subgraph
+from ...passes.graph.symbols import evaluate_size
 from ...passes.graph.tracing import trace
 from ...passes.masks.at_run_time import data_condition, first_column_condition
 from ...passes.s2_prove.footprints import mask_facts

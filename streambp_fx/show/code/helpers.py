@@ -33,7 +33,7 @@ def accumulate(gradients, names, found):
 
 DIFFERENTIATE = '''
 def differentiate(function, inputs, wanted, cotangents=None, random_state=None):
-    """Gradients of the inputs at the positions `wanted`, by autograd: what runs whole is computed again."""
+    """Gradients of the inputs at the positions `wanted`, by autograd: unchunked parts are computed again."""
     inputs = [v.detach() if isinstance(v, torch.Tensor) else v for v in inputs]
     for k in wanted:
         inputs[k].requires_grad_()

@@ -1,4 +1,4 @@
-"""Subgraphs as printed functions: the whole values, the epilogue, a segment that runs whole."""
+"""Subgraphs as printed functions: the whole values, the epilogue, a segment that runs unchunked."""
 
 from __future__ import annotations
 

@@ -23,10 +23,9 @@ from ...passes.s6_schedule.program import (
     Seed,
     StepInstruction,
     StepProgram,
-    Value,
-    ValueKind,
 )
 from ...passes.s6_schedule.transforms import drop_what_nobody_reads, keep_inputs_of_groups
+from ...passes.s6_schedule.values import Value, ValueKind
 from .body import docstring, targets
 from .context import Context
 from .names import Scope
@@ -239,7 +238,9 @@ class StepCode:
         tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
         if tests and len(sweeps.code.reaches()) == 1:
             self.lines.append(f"if not ({' and '.join(tests)}):")
-            words = f"a row attends to nothing: segment {segment.index} runs whole then, which is not printed"
+            words = (
+                f"a row attends to nothing: segment {segment.index} runs unchunked then, which is not printed"
+            )
             self.lines.append(f'        raise NotImplementedError("{words}")')
 
     def _call_loss(self, instruction: CallLoss) -> None:
@@ -291,7 +292,7 @@ class StepCode:
         return f"cotangents[{self.differentiated.index(value.node)}]"
 
     def _differentiate(self, instruction: Differentiate) -> None:
-        """Differentiate what runs whole, by autograd."""
+        """Differentiate what runs unchunked, by autograd."""
         given = {v.node: v for v in instruction.inputs if v.kind is ValueKind.GRADIENT}
         part, random = self.functions.tail, []
         if instruction.segment is not None:

@@ -1,4 +1,4 @@
-"""The functions that a printed step calls: sweeps over chunks, and parts that run whole."""
+"""The functions that a printed step calls: sweeps over chunks, and parts that run unchunked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepFunctions:
 
     Attributes:
         sweeps: over the chunks of a segment, by its signature and what it saves.
-        parts: what runs whole, by the index of its segment.
+        parts: what runs unchunked, by the index of its segment.
         tail: what is made of the last segment's rows.
         whole: values that no gradient reaches.
         tests: what the step asks the data.
@@ -49,7 +49,7 @@ class StepFunctions:
 
     def _part(self, instruction: RunPart, index: int) -> None:
         reason = self.segments[index].reason
-        note = f"Segment {index}, which runs whole{f': {reason}' if reason else ''}."
+        note = f"Segment {index}, which runs unchunked{f': {reason}' if reason else ''}."
         printed = PrintedSubgraph(self.context, instruction.part, f"segment_{index}", note)
         self.parts[str(index)] = printed
 

@@ -112,8 +112,8 @@ def _top(k: int) -> int:
 def _box(schedule: ScheduledStep, k: int, group: Group) -> str:
     segment, top = group.first, _top(k)
     chunks = schedule.chunks(segment)
-    how = f"{segment.kind}, " + ("runs whole" if not segment.chunked else f"{chunks} chunks")
-    how = "runs whole" if segment.kind == "whole" else how
+    how = f"{segment.kind}, " + ("runs unchunked" if not segment.chunked else f"{chunks} chunks")
+    how = "runs unchunked" if segment.kind == "unchunked" else how
     many = f" ({len(group.segments)} times)" if len(group.segments) > 1 else ""
     state = schedule.state_bytes_per_row(segment)
     loop = ""

@@ -49,7 +49,7 @@ def _about(segment: ScheduledSegment) -> str:
     if not segment.chunked:
         where = "" if segment.refused is None else f" (<code>{escape(place(segment.refused))}</code>)"
         return f"Runs whole, recomputed in the backward: {escape(segment.reason or '')}{where}."
-    if segment.kind == "whole":
+    if segment.kind == "unchunked":
         return "Runs whole: nothing of it is worth a chunk."
     kind = "with a carried state" if segment.mixings else "row by row"
     return f"Runs chunk by chunk, {kind}."
@@ -78,8 +78,8 @@ def _largest(memory: StepMemory, segment: ScheduledSegment) -> int:
 
 
 def unchunked_html(memory: StepMemory, groups: list[Group]) -> str:
-    """The table of what runs whole, and why."""
-    rows = [_unchunked(memory, g) for g in groups if not g.first.chunked or g.first.kind == "whole"]
+    """The table of what runs unchunked, and why."""
+    rows = [_unchunked(memory, g) for g in groups if not g.first.chunked or g.first.kind == "unchunked"]
     if not rows:
         return "<p>Everything is chunked.</p>"
     heads = ("segment", "why", "op", "line of the model", "largest total while it runs")

@@ -54,8 +54,8 @@ def with_values(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
     return {"loss": token_loss(m, x, ids), "value": m.value(x)[..., 0]}  # type: ignore[operator]
 
 
-@outputs(("loss",), "the first of two outputs of what runs whole", WHATEVER)
-@outputs(("value",), "the second of two outputs of what runs whole", WHATEVER)
+@outputs(("loss",), "the first of two outputs of what runs unchunked", WHATEVER)
+@outputs(("value",), "the second of two outputs of what runs unchunked", WHATEVER)
 def whole_with_two(m: Subject, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
     w = m.scores(x).flip(-1).sigmoid()  # every row reads every row
     return {"loss": token_loss(m, m.weighted(x, w), ids), "value": w.mean(1)}

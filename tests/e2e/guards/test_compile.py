@@ -205,7 +205,7 @@ def test_checkpointing_is_taken_over() -> None:
     checkpoint_layers(model)
     check(eager, model, compiled(model), plain(2, 67))
     segments = streambp_fx.schedule(model).segments
-    assert [s.kind for s in segments] == ["whole", "layer", "layer", "rows"]
+    assert [s.kind for s in segments] == ["unchunked", "layer", "layer", "rows"]
     assert all(s.chunked for s in segments)
 
 

@@ -104,7 +104,7 @@ def test_a_fault_is_a_warning(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rule_that_fails_makes_a_region_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that does not understand a form refuses, and the region runs whole."""
+    """A rule that does not understand a form refuses, and the region runs unchunked."""
 
     def refuse(*args: Any) -> Any:
         raise IndexError("a form the rule never met")

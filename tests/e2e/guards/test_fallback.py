@@ -117,7 +117,7 @@ MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# Those that are chunked; of the others one segment runs whole.
+# Those that are chunked; of the others one segment runs unchunked.
 CHUNKED = {name for name in MIXERS if "hidden" in name or "scores" in name or "attention" in name}
 CHUNKED |= {"a mask that looks one row ahead", "rows that see nothing"}
 CHUNKED |= {"a number that depends on T", "mixing across the batch", "no mixing", "causal convolution"}

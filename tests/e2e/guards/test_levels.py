@@ -18,7 +18,7 @@ LEVELS = [("llama", "sdpa"), ("gemma2", "eager"), ("bloom", "eager"), ("mistral"
 
 @pytest.mark.parametrize(("family", "impl"), sample(LEVELS, ("mistral", "sdpa")))
 def test_all_layers_in_one_segment(family: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left padding turns some of these masks into ones that see later rows: then the segment runs whole."""
+    """Left padding makes some of these masks see later rows: the segment runs unchunked then."""
     torch._dynamo.reset()
     monkeypatch.setattr(sys.modules["streambp_fx.passes.s3_cut.segment"], "EXPENSIVE", 0.0)
     batches = {

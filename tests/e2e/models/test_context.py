@@ -173,7 +173,7 @@ def test_a_context_is_made_once_and_read_by_rows(
 ) -> None:
     torch.manual_seed(0)
     schedule = check(Reader(read, returns).double().train(), door, inputs())
-    tower = [s for s in schedule.segments if s.kind == "whole"]
+    tower = [s for s in schedule.segments if s.kind == "unchunked"]
     assert len(tower) >= 4, f"it is computed again layer by layer\n{schedule}"
     assert max(len(s.nodes) for s in tower) < 20, str(schedule)
 
@@ -262,7 +262,7 @@ def test_text_with_pictures() -> None:
     assert_same_gradients(eager, model)
     schedule = streambp_fx.schedule(model)
     assert schedule is not None
-    assert [s.kind for s in schedule.segments if s.kind != "whole"] == ["layer", "layer", "rows"]
+    assert [s.kind for s in schedule.segments if s.kind != "unchunked"] == ["layer", "layer", "rows"]
     assert all(s.chunked for s in schedule.segments), str(schedule)
 
 
@@ -291,7 +291,7 @@ def test_the_decoder_is_streamed(length: int) -> None:
     assert schedule is not None
     assert all(s.chunked for s in schedule.segments), str(schedule)
     if length != LENGTH:
-        assert [s.kind for s in schedule.segments if s.kind != "whole"] == ["layer", "layer", "rows"]
+        assert [s.kind for s in schedule.segments if s.kind != "unchunked"] == ["layer", "layer", "rows"]
         assert len(schedule.segments) == 10, "the encoder is computed again in halves of layers"
 
 

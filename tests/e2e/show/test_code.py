@@ -39,7 +39,7 @@ class Flip(nn.Module):
 
 
 def flipped() -> Any:
-    """A layer that runs whole, one of which only one weight is trained, and tied embeddings."""
+    """A layer that runs unchunked, one of which only one weight is trained, and tied embeddings."""
     model = build("qwen3_tied")
     model.model.layers[1].mlp = Flip(model.model.layers[1].mlp)
     for name, parameter in model.model.layers[0].named_parameters():

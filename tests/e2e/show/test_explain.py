@@ -108,5 +108,5 @@ def test_what_is_not_chunked_is_said() -> None:
     model.model.layers[1].mlp = Flip()
     with pytest.warns(streambp_fx.StreamBPWarning):
         text = str(streambp_fx.explain(model, seq_len=64))
-    assert "runs whole" in text and "flip" in text and "test_explain.py" in text
+    assert "runs unchunked" in text and "flip" in text and "test_explain.py" in text
     assert all(len(line) < 110 for line in text.splitlines()), text

@@ -151,7 +151,7 @@ def test_segment_graph_of_what_runs_whole() -> None:
     with pytest.warns(streambp_fx.StreamBPWarning):
         nodes, _ = parse(streambp_fx.explain(model, seq_len=64).to_dot())
     whole = [text for text in nodes.values() if "flip" in text]
-    assert len(whole) == 1 and "dashed" in whole[0] and "runs whole: " in whole[0]
+    assert len(whole) == 1 and "dashed" in whole[0] and "runs unchunked: " in whole[0]
     assert "test_trace.py" in whole[0]
 
 

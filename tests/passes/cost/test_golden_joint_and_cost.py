@@ -1,4 +1,4 @@
-"""joint: a part that runs whole, with its VJP. cost: what is alive after each op, and the work of all."""
+"""joint: a part that runs unchunked, with its VJP. cost: what is alive after each op, and the work of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streambp_fx.passes.cost.autograd_live import WholeStep
+from streambp_fx.passes.cost.autograd_live import UnchunkedStep
 from streambp_fx.passes.cost.program import Memory, ProgramCost, largest, program_cost
 from streambp_fx.passes.graph.sources import path
 from streambp_fx.passes.graph.subgraph import Subgraph
@@ -139,17 +139,17 @@ def test_the_largest_of_some_sizes() -> None:
     assert set(largest([a, 2 * a, a + b, 3 * b])) == {2 * a, a + b, 3 * b}
 
 
-# ---- parts that run whole
+# ---- parts that run unchunked
 
 
 def run_whole(
     function: Callable[..., Any], name: str, backward: bool = True, cut: str = ""
-) -> tuple[WholeStep, GraphModule]:
-    """Compare forward and VJP of the segment that runs whole, up to the op `cut`, with its golden file."""
+) -> tuple[UnchunkedStep, GraphModule]:
+    """Compare forward and VJP of the unchunked segment, up to the op `cut`, with its golden file."""
     facts = stages(Small(function), ids()).facts
     segment = next(s for s in facts.segments if not s.chunked)
     outputs = [n for n in segment.nodes if n.name == cut] or segment.outputs
-    step = WholeStep(facts, Subgraph(facts, outputs, set(segment.rows)), backward)
+    step = UnchunkedStep(facts, Subgraph(facts, outputs, set(segment.rows)), backward)
     module, values = step.traced()
     sizes = {s: T if own == facts.sequence else own for s, own in step.symbols.items()}
     live = [v.subs(sizes) for v in map(sympy.sympify, step.live())]
@@ -161,7 +161,7 @@ def run_whole(
     return step, module
 
 
-def _names(step: WholeStep, module: GraphModule) -> dict[Node, str]:
+def _names(step: UnchunkedStep, module: GraphModule) -> dict[Node, str]:
     """Inputs are those of the part, then the gradients that come to its outputs."""
     given = [path(n) if n.op == "placeholder" else n.name for n in step.part.inputs]
     coming = [f"grad_{step.part.outputs[k].name}" for k in step.outputs] if step.backward else []

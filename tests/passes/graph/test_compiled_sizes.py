@@ -8,7 +8,7 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod, PythonMod
 
-from streambp_fx.passes.graph.facts import compiled, evaluate
+from streambp_fx.passes.graph.symbols import compiled, evaluate
 
 s, b = sympy.Symbol("s10", integer=True, positive=True), sympy.Symbol("s3", integer=True, positive=True)
 PADDED = s + Mod(256 - Mod(s, 256), 256)

@@ -146,7 +146,7 @@ def stack(layers: int):
 def test_one_segment_a_layer_and_identical_ones_share_a_signature() -> None:
     facts = stack(5)
     kinds = [s.kind for s in facts.segments]
-    assert kinds == ["whole", *["layer"] * 5, "rows"]
+    assert kinds == ["unchunked", *["layer"] * 5, "rows"]
     assert len({s.signature for s in facts.segments}) == 3
     assert all(len(s.rows) == 1 for s in facts.segments[1:])
 

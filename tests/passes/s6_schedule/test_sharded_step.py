@@ -36,7 +36,7 @@ def sharded(policy: Policy | None = None, forward_only: bool = False, **kwargs: 
     table, *others = [n for n in own.nodes if n in own.parameters]
     pairs = [tuple(others[k : k + 2]) for k in range(0, len(others), 2)]  # of a layer; the last is the head's
     own.parameter_groups = ((table,), *pairs)
-    own.forward_only_groups = frozenset({0} if forward_only else ())
+    own.not_again_groups = frozenset({0} if forward_only else ())
     making = Making("eager", policy or Policy(), "float32", bool(kwargs.get("logits")))
     return StepParts(own, making, {})
 

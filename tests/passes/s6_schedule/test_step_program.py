@@ -18,6 +18,7 @@ from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
+from streambp_fx.passes.s6_schedule.offloading import moved
 from streambp_fx.passes.s6_schedule.program import (
     Add,
     Again,
@@ -29,7 +30,6 @@ from streambp_fx.passes.s6_schedule.program import (
     Leave,
     StepInstruction,
     StepProgram,
-    Value,
 )
 from streambp_fx.passes.s6_schedule.step_parts import Making, StepParts
 from streambp_fx.passes.s6_schedule.text import step_text, step_to_json
@@ -37,9 +37,9 @@ from streambp_fx.passes.s6_schedule.transforms import (
     drop_what_nobody_reads,
     fold_layers,
     keep_inputs_of_groups,
-    moved,
     transformed,
 )
+from streambp_fx.passes.s6_schedule.values import Value
 
 
 class Layer(nn.Module):

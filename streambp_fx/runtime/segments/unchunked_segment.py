@@ -1,4 +1,4 @@
-"""A segment that runs whole: plain checkpointing, on eager autograd."""
+"""A segment that runs unchunked: plain checkpointing, on eager autograd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .failures import refuse_other_backwards
 from .owned_buffers import as_it_is
 
 
-class WholeSegment(torch.autograd.Function):
+class UnchunkedSegment(torch.autograd.Function):
     """Runs a subgraph without a graph; runs it again with one in backward.
 
     Inputs after `part` are all inputs of its module, tensors or not.
@@ -22,7 +22,7 @@ class WholeSegment(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Subgraph, *inputs: Any) -> tuple[Tensor, ...]:
         """Outputs of the part, run without a graph; those in `part.frozen` have no gradient."""
-        WholeSegment.remember(ctx, part.module, part.random, inputs)
+        UnchunkedSegment.remember(ctx, part.module, part.random, inputs)
         outputs = list(part.module(*inputs))
         for position in part.returned:
             outputs[position] = _by_itself(outputs, position, inputs)
@@ -33,7 +33,7 @@ class WholeSegment(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Gradients of the inputs; the part is run again for them."""
-        return (None, *WholeSegment.pull_back(ctx, 1, gradients))
+        return (None, *UnchunkedSegment.pull_back(ctx, 1, gradients))
 
     @staticmethod
     def remember(ctx: Any, module: GraphModule, random: bool, inputs: tuple[Any, ...]) -> None:
