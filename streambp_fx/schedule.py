@@ -44,9 +44,7 @@ class Schedule(ScheduledStep):
         """
         if not self.segments:
             raise ValueError("the graph runs unstreamed: there are no instructions")
-        mesh = self.options.mesh
-        shared = mesh is not None and mesh.size() > 1
-        return StepListing(self.cost.shared_program if shared else self.cost.step_program, self.facts)
+        return StepListing(self.cost.step_program, self.facts)
 
     def code(self) -> str:
         """The compiled step as one Python module that runs, forward and backward, and needs only PyTorch.

@@ -27,6 +27,12 @@ class CollectiveKind(Enum):
     ALL_GATHER = "all-gather"  # each has a piece, and then each has all of it
     REDUCE_SCATTER = "reduce-scatter"  # each has all numbers, and then a piece of their sum
     ALL_REDUCE = "all-reduce"  # each has all numbers, and then all of their sum
+    SEND = "send"  # one device after the other hands something on to its neighbour
+
+    @property
+    def sums(self) -> bool:
+        """True if numbers of all devices are added."""
+        return self in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Collective:
     Attributes:
         name: of what is gathered or summed: of a module, or the number of a bucket.
         devices: how many take part.
-        bytes: of the whole, which one device has afterwards (all-gather) or before (the others).
+        bytes: of the whole, which one device has afterwards (all-gather) or before (sums); of what is sent,
+            those of the device that sends most.
         ahead: it may run while the step goes on.
         of_caller: it is called around the call of the whole model.
     """
@@ -57,6 +64,8 @@ class Collective:
         optimal all-reduce algorithms for clusters of workstations", J. Parallel Distrib. Comput. 69(2), 2009;
         the factors are those of NVIDIA's nccl-tests, doc/PERFORMANCE.md).
         """
+        if self.kind is CollectiveKind.SEND:
+            return self.bytes
         rounds = 2 if self.kind is CollectiveKind.ALL_REDUCE else 1
         return rounds * self.bytes * (self.devices - 1) // self.devices
 

@@ -22,6 +22,7 @@ from ..passes.step.instructions import (
     ReduceScatter,
     Round,
     Run,
+    Send,
 )
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import (
@@ -149,6 +150,15 @@ class ProcedureWalk:
         together = Collective(kind, name, self.cost.devices, size, ahead=False)
         yield Moment(within.phase, within.call.segment, None, kind.value, held, collective=together)
 
+    def _send(self, instruction: Send, within: _Bound) -> Iterator[Moment]:
+        """What the neighbour begins with is packed."""
+        size = self.cost.bytes_at_border(within.runner, instruction.buffer, self.sizes)
+        gradient = instruction.buffer.kind is BufferKind.STATE_GRADIENT
+        name = f"{'gradients of states' if gradient else 'states'} of segment {within.call.segment}"
+        sent = Collective(CollectiveKind.SEND, name, self.cost.devices, size, ahead=False)
+        held = self.ledger.bytes((CAUSE_OF[instruction.buffer.kind], size))
+        yield Moment(within.phase, within.call.segment, None, sent.kind.value, held, collective=sent)
+
     def _save(self, within: _Bound, size: Any) -> None:
         """More is saved of a segment."""
         key = Value(ValueKind.KEPT, segment=within.call.segment)
@@ -192,4 +202,5 @@ COUNT: Mapping[type, Callable[[ProcedureWalk, Any, _Bound], Iterator[Moment]]] =
     Round: ProcedureWalk._round,
     AllGather: ProcedureWalk._exchange,
     ReduceScatter: ProcedureWalk._exchange,
+    Send: ProcedureWalk._send,
 }

@@ -88,6 +88,24 @@ class ProgramCosts:
         chunks = own / sizes.chunk if sizes.symbolic else -(-own // sizes.chunk)
         return self.value(sympy.Mul(*shape) * dtype.itemsize, sizes) * (chunks + 1)
 
+    def bytes_at_border(self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes) -> Any:
+        """Bytes that a device hands on of a state, or of its gradient: the device that hands on most.
+
+        Of a recurrence one state; else the rows before its border, or those of them that are read behind it.
+        """
+        assert buffer.node is not None
+        if buffer.by_chunk:
+            shape, dtype = state_of_recurrence(buffer.node, buffer.wide)
+            return self.value(sympy.Mul(*shape) * dtype.itemsize, sizes)
+        wide = buffer.wide and self.wide
+        size = (self.sum_bytes if wide else self.bytes_of)(buffer.node, sizes)
+        rows, before = sizes.tokens - runner.segment.removed, runner.programs.states[buffer.node].before
+        most = rows * (self.devices - 1)
+        if isinstance(most, int):
+            read = most // self.devices if before is None else min(most // self.devices, before)
+            return size // rows * read
+        return size / rows * (most / self.devices if before is None else before)
+
     def is_full(self, runner: SegmentRunner) -> bool:
         """True if every step runs the chunks of a segment with FULL reach."""
         always = not self.executor.asked.always_full.isdisjoint(runner.masks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..passes.s6_schedule.collectives import Collective, CollectiveKind
+from ..passes.s6_schedule.collectives import Collective
 from .step_memory import StepMemory
 
 
@@ -14,7 +14,7 @@ class Bar:
 
     Attributes:
         start: where, in [0, 1] of the step.
-        gathers: they gather; otherwise they sum.
+        gathers: they bring what other devices have; otherwise they sum.
         collectives: in order.
     """
 
@@ -33,6 +33,6 @@ def bars(memory: StepMemory) -> list[Bar]:
     found: dict[tuple[float, bool], list[Collective]] = {}
     for start, moment in zip(memory.starts("streamed"), memory.streamed, strict=True):
         if moment.collective is not None:
-            gathers = moment.collective.kind is CollectiveKind.ALL_GATHER
-            found.setdefault((round(start, 4), gathers), []).append(moment.collective)
+            brings = not moment.collective.kind.sums
+            found.setdefault((round(start, 4), brings), []).append(moment.collective)
     return [Bar(start, gathers, tuple(own)) for (start, gathers), own in found.items()]

@@ -48,12 +48,13 @@ def schedule_text(schedule: ScheduledStep) -> str:
         lines.append(
             f"  memory policy: {schedule.policy}{' (chosen)' if schedule.is_chosen('policy') else ''}"
         )
-    devices = 1 if schedule.options.mesh is None else schedule.options.mesh.size()
-    if devices > 1:
-        lines.append(f"  rows of each sequence on {devices} devices; figures are those of one with all rows")
+    if schedule.devices > 1:
+        lines.append(
+            f"  rows of each sequence on {schedule.devices} devices; figures are those of one of them"
+        )
     lines += _loss(schedule)
-    if schedule.facts.several is not None and schedule.segments:
-        lines += [f"  {line}" for line in collective_lines(schedule.cost.step_program)]
+    if schedule.segments and (schedule.devices > 1 or schedule.facts.several is not None):
+        lines += [f"  {line}" for line in collective_lines(schedule.for_length().timeline())]
     if schedule.check is not None:
         for line in schedule.check.lines():
             lines += textwrap.wrap(line, LINE, initial_indent="  ", subsequent_indent="    ")

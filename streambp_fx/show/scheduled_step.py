@@ -65,8 +65,14 @@ class ScheduledStep:
         """The cost model of the step. The first use traces the programs, which takes some seconds."""
         if self._cost is None or self._cost.options != self.options:
             executor = None if self.executor is None else self.executor.storing(self.policy)
-            self._cost = StepCost(self.facts, self.options, executor)
+            alone = StepCost(self.facts, self.options, executor)
+            self._cost = alone if self.devices == 1 else alone.along(self.devices)
         return self._cost
+
+    @property
+    def devices(self) -> int:
+        """How many devices have rows of each sequence."""
+        return 1 if self.options.mesh is None else self.options.mesh.size()
 
     def peak_of_steps(self) -> tuple[int, int] | None:
         """Peak activation bytes, by the cost model, and rows of a chunk: of the largest step that was run.

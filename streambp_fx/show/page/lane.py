@@ -22,7 +22,7 @@ def lane_html(memory: StepMemory) -> str:
         return ""
     top = max(bar.bytes for bar in found)
     drawn = "".join(_bar(bar, top) for bar in found)
-    lines = collective_lines(memory.cost.step_program)
+    lines = collective_lines(memory.streamed)
     return (
         '<div class="lane" id="lane"><div class="y"><span>gathered</span><span>summed</span></div>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '

@@ -21,7 +21,7 @@ from streambp_fx.measure.in_float64 import true_double
 
 VOCABULARY = 97
 STEPS = 2
-KINDS = {"all-gather": "gather", "reduce-scatter": "scatter", "all-reduce": "reduce"}
+KINDS = {"all-gather": "gather", "reduce-scatter": "scatter", "all-reduce": "reduce", "send": "send"}
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -71,6 +71,7 @@ class Trained:
         sent: bytes of what is gathered or summed, by kind.
         chunked, segments: how many segments run by chunks, of how many.
         planned: by kind, how many collectives the cost model says there are, and their bytes.
+        printed: the schedule.
     """
 
     losses: list[float]
@@ -80,6 +81,7 @@ class Trained:
     chunked: int = 0
     segments: int = 0
     planned: dict[str, tuple[int, int]] = field(default_factory=dict)
+    printed: str = ""
 
 
 # ---- models
@@ -321,7 +323,8 @@ def shared(rank: int, world: int, case: Case) -> Trained:
     found.chunked = sum(s.chunked for s in schedule.segments)
     found.segments = len(schedule.segments)
     if not case.engine:
-        cost = schedule.cost.along(world)
+        cost = schedule.cost
+        found.printed = str(schedule)
         for step in range(STEPS):
             for moment in cost.timeline(cost.sizes(case.tokens - step)):
                 if moment.collective is not None:

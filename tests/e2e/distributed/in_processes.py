@@ -22,10 +22,16 @@ COLLECTIVES = {
     "reduce_scatter_tensor": "scatter",
     "reduce_scatter_single": "scatter",
     "all_reduce": "reduce",
+    "send": "send",
 }
 
 # Which argument has all that is gathered or summed.
-WHOLE = {"gather": ("output_tensor", "output"), "scatter": ("input", "input_tensor"), "reduce": ("tensor",)}
+WHOLE = {
+    "gather": ("output_tensor", "output"),
+    "scatter": ("input", "input_tensor"),
+    "reduce": ("tensor",),
+    "send": ("tensor",),
+}
 
 
 def in_processes(
