@@ -27,8 +27,8 @@ def collective_lines(moments: Iterable[Moment]) -> list[str]:
     Args:
         moments: of the step, with numbers for the sizes.
     """
-    every = ((m.phase, m.segment, m.collective) for m in moments)
-    found = [_Placed(phase, segment, own) for phase, segment, own in every if own is not None]
+    placed = ((m.phase, m.segment, m.collective) for m in moments)
+    found = [_Placed(phase, segment, own) for phase, segment, own in placed if own is not None]
     if not found:
         return []
     devices, sent = found[0].collective.devices, sum(p.collective.sent_bytes for p in found)
