@@ -159,6 +159,9 @@ def _add_step_without_weights(
     command.add_argument(
         "--offload", default="none", choices=CHOICES["offload"], help="where it lies meanwhile"
     )
+    command.add_argument(
+        "--order", default="layers", choices=CHOICES["order"], help="what goes first: a layer, or a chunk"
+    )
     several = command.add_argument_group("several devices, each with a batch of its own")
     several.add_argument("--gpus", type=at_least(1), metavar="N", help="how many share the model")
     several.add_argument("--shard", metavar="ENGINE", help="how: ddp, zero1, zero2, zero3 or fsdp2")
@@ -237,6 +240,7 @@ def _plan(args: argparse.Namespace) -> int:
     sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
     weights = {"dtype": args.dtype, "optimizer": args.optimizer}
     stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
+    stored["order"] = args.order
     if args.published:
         names = ("model", "seq_len", "memory", "lora_rank", "gpus", "shard", "gpu", "flops")
         given = [n for n in names if getattr(args, n) is not None]

@@ -43,6 +43,9 @@ class Options:
         every: only every k-th layer keeps its inputs; those between are computed again first.
         offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
             memory, for models on a GPU, with PyTorch 2.12 or later) or "disk".
+        order: "layers" (all chunks go through a layer before the next one begins), or "chunks" (a chunk goes
+            through all layers before the next one begins; kept is then what later chunks read of each layer,
+            such as keys and values, and not the rows between layers: less memory where that is less).
         policy: "given" (by `save`, `every` and `offload`), or "auto": those of them are chosen that fit
             `memory` with the least work; `offload` then is where things may go, and the others are not given.
         accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half
@@ -68,6 +71,7 @@ class Options:
     save: str | Saving = "inputs"
     every: int = 1
     offload: str = "none"
+    order: str = "layers"
     policy: str = "given"
     accumulate: str = "float32"
     body: str = "eager"
@@ -90,6 +94,13 @@ class Options:
                 raise ValueError(f"{name} must be one of {values}, not {getattr(self, name)!r}")
         if self.policy == "auto" and (self.save, self.every) != ("inputs", 1):
             raise ValueError('policy="auto" chooses save and every itself: give the one or the others')
+        if self.order == "chunks" and (self.stored != Policy(order="chunks") or self.policy == "auto"):
+            raise ValueError(
+                'order="chunks" keeps what later chunks read: it goes with save="inputs", every=1, '
+                'offload="none" and policy="given"'
+            )
+        if self.order == "chunks" and self.mesh is not None:
+            raise ValueError('order="chunks" runs on one device: give it without a mesh')
         _names_to_dims("seq_dim", self.seq_dim)
         if self.mesh is not None:
             _check_mesh(self.mesh, self.body)
@@ -102,11 +113,12 @@ class Options:
     @property
     def stored(self) -> Policy:
         """What is kept for the backward, and where."""
-        return Policy(self.save, self.every, self.offload)
+        return Policy(self.save, self.every, self.offload, self.order)
 
     def storing(self, policy: Policy) -> Options:
         """The same options with this policy."""
-        return replace(self, policy="given", save=policy.save, every=policy.every, offload=policy.offload)
+        found = replace(self, policy="given", save=policy.save, every=policy.every, offload=policy.offload)
+        return found if policy.order == self.order else replace(found, order=policy.order)
 
     @property
     def rows(self) -> int:

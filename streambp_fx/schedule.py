@@ -53,7 +53,8 @@ class Schedule(ScheduledStep):
         call `step(inputs..., parameters)`, where `parameters` is a dict by dotted name; it returns the loss
         and a dict of gradients. It is printed for `seq_len`, or where that is None for the length of the call
         that was captured. It serves other lengths whose chunks are alike, and raises for those whose chunks
-        are not. The programs are traced at the first call, which takes some seconds.
+        are not. With `order="chunks"` it runs layer by layer all the same. The programs are traced at the
+        first call, which takes some seconds.
 
         Raises:
             CompileError: a program cannot be traced.
@@ -69,8 +70,8 @@ class Schedule(ScheduledStep):
     def to_dot(self) -> str:
         """The segment graph as Graphviz text: `dot -Tsvg` draws it.
 
-        Segments are boxes, dashed with their reason where they run whole; edges are what flows between them,
-        with bytes a row of the batch; a carried state is an edge of a segment to itself.
+        Segments are boxes, dashed with their reason where they run unchunked; edges are what flows between
+        them, with bytes a row of the batch; a carried state is an edge of a segment to itself.
         """
         return dot(self)
 

@@ -8,6 +8,9 @@ By default a segment keeps its streamed inputs and nothing else. Three choices c
     every    k: only every k-th segment keeps its inputs; those between are computed again, together, before
              their backward. Less memory, one forward more.
     offload  "host" or "disk": what is kept lies there between forward and backward.
+
+A fourth one changes the order, and with it what is kept at all: `order="chunks"`,
+see `s6_schedule.chunks_first`.
 """
 
 from __future__ import annotations
@@ -32,11 +35,14 @@ class Policy:
             each segment besides its inputs.
         every: only every k-th segment keeps its inputs.
         offload: "none", "host" or "disk".
+        order: "layers" (all chunks go through a layer before the next layer begins), or "chunks" (a chunk
+            goes through all layers before the next chunk begins).
     """
 
     save: str | Saving = "inputs"
     every: int = 1
     offload: str = "none"
+    order: str = "layers"
 
     def saves(self, segment: Segment) -> tuple[Piece, ...]:
         """What is saved of which rows of a segment, besides its inputs."""
@@ -48,6 +54,8 @@ class Policy:
         what = "inputs and attention outputs" if self.save == "attention" else str(self.save)
         which = f" of every {ordinal(self.every)} segment" if self.every > 1 else ""
         where = {"none": "", "host": ", in host memory", "disk": ", on disk"}[self.offload]
+        if self.order == "chunks":
+            return "chunks first: store what later chunks read of each layer"
         return f"store {what}{which}{where}"
 
 
@@ -123,7 +131,7 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -
     if group[-1].mixings:
         return facts.trains(group[-1]) and layers < policy.every
     again = not policy.saves(after) or policy.every > 1
-    return len(group) == 1 and again and _looks_up(facts, group[0]) and _is_there_again(facts, group[0])
+    return len(group) == 1 and again and looks_up(facts, group[0]) and _is_there_again(facts, group[0])
 
 
 def _is_there_again(facts: Facts, segment: Segment) -> bool:
@@ -135,7 +143,7 @@ def _is_there_again(facts: Facts, segment: Segment) -> bool:
     return not any(n in segment.constants for group in facts.parameter_groups for n in group)
 
 
-def _looks_up(facts: Facts, segment: Segment) -> bool:
+def looks_up(facts: Facts, segment: Segment) -> bool:
     """True for rows that come out of tables and pointwise ops, and are made of no other segment's rows."""
     cheap = {torch.ops.aten.embedding.default, *ALIGNED, *VIEW_ONLY}
     known = {Kind.STREAM, Kind.CONSTANT, Kind.REDUCED}

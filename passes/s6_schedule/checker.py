@@ -14,6 +14,7 @@ from .program import (
     Again,
     Call,
     CallLoss,
+    ChunksFirst,
     CollectRows,
     Defer,
     Differentiate,
@@ -195,6 +196,15 @@ def _differentiate(state: _State, instruction: Differentiate) -> None:
 
 
 def _call(state: _State, instruction: Call) -> None:
+    _is_called_rightly(state, instruction)
+    _run(state, instruction)
+    taken = instruction.way.overwrites
+    pairs = zip(instruction.procedure.parameters, instruction.inputs, strict=False)
+    state.spoiled |= {v for b, v in pairs if b in taken and v in state.held}
+
+
+def _is_called_rightly(state: _State, instruction: Call) -> None:
+    """Its values are those that the procedure takes and makes."""
     procedure = instruction.procedure
     more = len(instruction.inputs) - len(procedure.parameters)
     scaling = instruction.procedure_name == "scaling"
@@ -210,10 +220,32 @@ def _call(state: _State, instruction: Call) -> None:
         for buffer, value in zip(procedure.results, instruction.results, strict=True):
             _fits(buffer, value, False)
     _saved(state, instruction)
-    taken = instruction.way.overwrites
+
+
+def _chunks_first(state: _State, instruction: ChunksFirst) -> None:
+    """Each segment takes what the one before it hands on, and reads nothing else that does not come in."""
+    kinds = (BufferKind.OUTPUT, BufferKind.ROWS), (BufferKind.GRADIENT, BufferKind.COTANGENT)
+    ways = [(instruction.again, *kinds[0]), (instruction.body, *kinds[bool(instruction.again)])]
+    for calls, gives, takes in ways:
+        handed: Buffer | None = None
+        for call in calls:
+            _is_called_rightly(state, call)
+            taken = [b for b in call.procedure.passing if b.kind is takes]
+            if [shape_of(b.node) for b in taken] != [shape_of(b.node) for b in (handed,) if b is not None]:
+                raise _Fault(f"segment {call.segment} does not take what is handed to it")
+            handed = next((b for b in call.procedure.passing if b.kind is gives), None)
+            if not set(instruction.inputs).issuperset(call.inputs):
+                raise _Fault(f"segment {call.segment} reads what does not come in")
+    ran = [call.segment for call in instruction.again]
+    back = [call.segment for call in instruction.body][::-1]
+    if ran and ran[len(ran) - len(back) :] != back:
+        raise _Fault("segments do not run backwards in the reverse order")
+    if [v for call in instruction.body for v in call.results] != [*instruction.results]:
+        raise _Fault("it does not make its results")
     _run(state, instruction)
-    pairs = zip(procedure.parameters, instruction.inputs, strict=False)
-    state.spoiled |= {v for b, v in pairs if b in taken and v in state.held}
+    for call in instruction.body:
+        pairs = zip(call.procedure.parameters, call.inputs, strict=True)
+        state.spoiled |= {v for b, v in pairs if b in call.way.overwrites and v in state.held}
 
 
 def _saved(state: _State, instruction: Call) -> None:
@@ -232,6 +264,7 @@ KINDS = {
     BufferKind.OUTPUT: {ValueKind.CAPTURED},
     BufferKind.COTANGENT: {ValueKind.GRADIENT, ValueKind.COEFFICIENTS},
     BufferKind.KEPT: {ValueKind.KEPT},
+    BufferKind.STATE: {ValueKind.STATE},
     BufferKind.SUM: {ValueKind.GRADIENT},
     BufferKind.GRADIENT: {ValueKind.GRADIENT},
 }
@@ -390,6 +423,7 @@ CHECKS: Mapping[type, Callable[[_State, Any], None]] = {
     Linearize: _run,
     Call: _call,
     CallLoss: _call,
+    ChunksFirst: _chunks_first,
     Group: _group,
     Again: _again,
     Layers: _layers,

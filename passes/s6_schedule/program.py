@@ -107,7 +107,8 @@ class Call(StepInstruction):
         """How many chunks there are, in the sequence length and the rows of a chunk."""
         segment, sequence = self.programs.segment, self.programs.facts.sequence
         assert sequence is not None
-        return sympy.ceiling((sequence - segment.removed) / (CHUNK if segment.mixings else LOSS_CHUNK))
+        by_chunks = segment.mixings or self.way.together is not None
+        return sympy.ceiling((sequence - segment.removed) / (CHUNK if by_chunks else LOSS_CHUNK))
 
     def bindings(self) -> dict[Buffer, Value]:
         """The values that the buffers of the procedure stand for, as far as they outlive it."""
@@ -173,6 +174,21 @@ class Again(StepInstruction):
 
     body: tuple[StepInstruction, ...]
     segment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksFirst(StepInstruction):
+    """Neighbouring segments whose loops run as one, see NOTE [chunks first] in `passes.step.build`.
+
+    Rows go from one to the next a chunk at a time, and are no values of the step.
+
+    Attributes:
+        body: a call of each segment, in the order in which a chunk goes through them.
+        again: in the backward: calls that each chunk goes through before.
+    """
+
+    body: tuple[Call, ...]
+    again: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +357,9 @@ class StepProgram:
     forward_only: frozenset[int] = frozenset()
     summed: tuple[Value, ...] = ()
     several: SeveralDevices = field(default_factory=SeveralDevices)
-    _backward_of: dict[int, Call] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _backward_of: dict[int, Call | ChunksFirst] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def instructions(self) -> Iterator[StepInstruction]:
         """All that are run, in order; loops and groups are taken apart."""
@@ -352,11 +370,13 @@ class StepProgram:
         """Procedures of segments that are run."""
         return [i for i in self.instructions() if isinstance(i, Call)]
 
-    def backward_of(self, segment: int) -> Call | None:
-        """What the backward of a segment runs; None if no gradient comes to it, or it runs unchunked."""
+    def backward_of(self, segment: int) -> Call | ChunksFirst | None:
+        """What the backward of a segment, or of several that begin with it, runs; None if nothing does."""
         if not self._backward_of:
             calls = (i for i in unrolled(self.backward) if isinstance(i, Call))
             self._backward_of.update({i.segment: i for i in calls})
+            loops = (i for i in unrolled(self.backward) if isinstance(i, ChunksFirst))
+            self._backward_of.update({i.again[0].segment: i for i in loops})
         return self._backward_of.get(segment)
 
     def with_parts(
@@ -386,5 +406,7 @@ def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
     for instruction in unrolled(body):
         if isinstance(instruction, Group | Again):
             yield from flat(instruction.body)
+        elif isinstance(instruction, ChunksFirst):
+            yield from (*instruction.again, *instruction.body)
         else:
             yield instruction

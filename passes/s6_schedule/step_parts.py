@@ -13,7 +13,7 @@ from ..graph.purity import is_random
 from ..graph.subgraph import Subgraph
 from ..s2_prove.footprints import mask_facts
 from ..s2_prove.linear_loss import is_linear
-from ..s3_cut.policy import Policy
+from ..s3_cut.policy import Policy, looks_up
 from ..s5_lower.programs import SegmentPrograms
 
 # By signature of the segment, body, and the dtype of sums.
@@ -65,7 +65,9 @@ class StepParts:
         self.lazy = _lazy_parts(facts, known) if making.lazy else {}
         read = {n for part in (self.epilogue, *self.lazy.values()) for n in part.inputs}
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
-        self.one_sweep = one_sweep(facts, self.segments, self.epilogue)
+        # of a head that runs by chunks with the layers the gradient comes with theirs
+        sweeps_once = making.policy.order == "layers"
+        self.one_sweep = one_sweep(facts, self.segments, self.epilogue) if sweeps_once else None
         self.random = any(is_random(n) for n in facts.nodes)
         self._unchunked_forms: dict[int, Subgraph] = {}
         on_cpu = all(v.device.type == "cpu" for n in facts.parameters for v in tensors_of(n))
@@ -124,6 +126,11 @@ class StepParts:
         return frozenset(honoured) - self.held_groups
 
     @property
+    def runs_chunks_first(self) -> bool:
+        """True if chunks go through several layers each. Not where parameters are gathered layer by layer."""
+        return self.policy.order == "chunks" and not self.facts.parameter_groups
+
+    @property
     def moves(self) -> bool:
         """True if what is kept leaves the device: the CPU's memory is host memory."""
         place = self.policy.offload
@@ -144,7 +151,8 @@ def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[Segment
     """Identical segments share their programs."""
     found: list[SegmentPrograms | Subgraph] = []
     for segment in facts.segments:
-        if not segment.chunked or segment.kind == "unchunked":
+        by_rows = making.policy.order == "chunks" and looks_up(facts, segment)
+        if not segment.chunked or (segment.kind == "unchunked" and not by_rows):
             found.append(_unchunked_form(facts, segment))
             continue
         key = (segment.signature, making.body, making.accumulate)

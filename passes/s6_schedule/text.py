@@ -13,6 +13,7 @@ from .program import (
     Again,
     Call,
     CallLoss,
+    ChunksFirst,
     CollectRows,
     Defer,
     Differentiate,
@@ -148,8 +149,10 @@ def _plain(instruction: StepInstruction, titles: dict[int, str]) -> dict[str, An
     for name in ("there", "stays", "of_caller"):
         if getattr(instruction, name, False):
             found[name] = True
-    if isinstance(instruction, Group | Again):
+    if isinstance(instruction, Group | Again | ChunksFirst):
         found["body"] = [_plain(i, titles) for i in instruction.body]
+    if isinstance(instruction, ChunksFirst):
+        found["again"] = [_plain(i, titles) for i in instruction.again]
     if isinstance(instruction, Layers):
         found["rounds"] = [[_plain(i, titles) for i in own] for own in instruction.rounds]
     return found
@@ -161,6 +164,8 @@ def _lines(body: Iterable[StepInstruction], naming: Naming) -> Iterator[str]:
         inner: Iterable[StepInstruction] = ()
         if isinstance(instruction, Group | Again):
             inner = instruction.body
+        elif isinstance(instruction, ChunksFirst):
+            inner = (*instruction.again, *instruction.body)
         elif isinstance(instruction, Layers):
             inner = instruction.rounds[0]
         yield from (f"    {line}" for line in _lines(inner, naming))
@@ -212,6 +217,11 @@ def _group(instruction: Group, naming: Naming) -> str:
     return f"keep of what follows only {read}{where}:"
 
 
+def _chunks_first(instruction: ChunksFirst, naming: Naming) -> str:
+    reverse = ", from the last to the first" if instruction.again else ""
+    return f"for each chunk{reverse}, all of what follows{_made(instruction, naming)}:"
+
+
 def _layers(instruction: Layers, naming: Naming) -> str:
     return f"for each of {len(instruction.rounds)} layers, of which this is the first:"
 
@@ -258,6 +268,7 @@ LINES: Mapping[type, Callable[[Any, Naming], str]] = {
     Call: _call,
     CallLoss: _call_loss,
     Group: _group,
+    ChunksFirst: _chunks_first,
     Again: lambda i, naming: "run again:",
     Layers: _layers,
     Leave: _leave,

@@ -13,12 +13,14 @@ from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
+from .chunks_first import run_chunks_first
 from .offloading import move_what_is_kept
 from .own_rows import share_rows
 from .program import (
     Again,
     Call,
     CallLoss,
+    ChunksFirst,
     Differentiate,
     Drop,
     GiveBackParameters,
@@ -28,6 +30,7 @@ from .program import (
     StepInstruction,
     StepProgram,
     TakeParameters,
+    flat,
     segment_of,
 )
 from .repeats import repeats
@@ -45,11 +48,11 @@ def leave_out_rows(program: StepProgram) -> StepProgram:
     def changed(instruction: StepInstruction) -> StepInstruction:
         if isinstance(instruction, Call):
             return replace(instruction, way=replace(instruction.way, left_out=True))
-        if isinstance(instruction, Group):
-            body, again = (tuple(map(changed, b)) for b in (instruction.body, instruction.again))
-            return replace(instruction, body=body, again=again)
         if isinstance(instruction, Again):
             return replace(instruction, body=tuple(map(changed, instruction.body)))
+        if isinstance(instruction, Group | ChunksFirst):
+            body, again = (tuple(map(changed, b)) for b in (instruction.body, instruction.again))
+            return replace(instruction, body=body, again=again)  # type: ignore[arg-type]
         return instruction
 
     return program.with_parts(map(changed, program.forward), map(changed, program.backward))
@@ -118,10 +121,9 @@ def overwrite_rows_of_loss(program: StepProgram, parts: StepParts) -> StepProgra
         return program
     loss, forward = program.forward[position], list(program.forward)
     assert isinstance(loss, CallLoss)
-    calls = (i for i in program.forward[:position] if isinstance(i, Call))
-    bodies = (j for i in program.forward[:position] if isinstance(i, Group) for j in i.body)
+    calls = (i for i in flat(program.forward[:position]) if isinstance(i, Call))
     segments = parts.facts.segments
-    own = (i for i in (*calls, *bodies) if isinstance(i, Call) and not segments[i.segment].chained)
+    own = (i for i in calls if not segments[i.segment].chained)
     fresh = {v for i in own for v in i.results}
     others = {v for i in (*program.forward[position + 1 :], *program.backward) for v in i.inputs}
     rows = loss.procedure.parameters
@@ -196,7 +198,7 @@ def _form(instruction: StepInstruction) -> Hashable:
         )
     if isinstance(instruction, RunPart | Differentiate):
         return (*own, id(instruction.part))
-    if isinstance(instruction, Group | Again):
+    if isinstance(instruction, Group | Again | ChunksFirst):
         return (*own, tuple(_form(i) for i in instruction.body))
     if isinstance(instruction, TakeParameters):
         return (*own, instruction.there)
@@ -252,7 +254,15 @@ STEP_PASSES: tuple[StepPass, ...] = (
         "keep_inputs_of_groups",
         "segments that keep their inputs together are run again before their backward",
         _by_policy(keep_inputs_of_groups),
-        applies=lambda settings: bool(settings.parts.facts.segments),
+        applies=lambda settings: (
+            bool(settings.parts.facts.segments) and settings.parts.policy.order == "layers"
+        ),
+    ),
+    Pass(
+        "run_chunks_first",
+        "each chunk goes through neighbouring layers before the next chunk does",
+        _by_policy(run_chunks_first),
+        applies=lambda settings: settings.parts.runs_chunks_first and not settings.several,
     ),
     Pass(
         "overwrite_rows_of_loss",

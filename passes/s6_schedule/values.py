@@ -21,6 +21,7 @@ class ValueKind(Enum):
 
     CAPTURED = ""  # a value of the captured graph
     KEPT = "kept"  # what the chunks of a segment keep for the backward, besides its inputs
+    STATE = "state"  # what later chunks of a segment read of earlier ones, where it is kept for the backward
     COEFFICIENTS = "coefficients"  # the derivative of a linear loss in the rows of its head
     UNSCALED = "unit_grad"  # a gradient for a unit gradient of the loss
     GRADIENT = "grad"

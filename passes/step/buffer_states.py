@@ -39,7 +39,7 @@ class BufferStates:
 
     def __init__(self, procedure: Procedure) -> None:
         self.procedure = procedure
-        self.rows = dict.fromkeys(procedure.parameters, Rows.COMPLETE)
+        self.rows = dict.fromkeys((*procedure.parameters, *procedure.passing), Rows.COMPLETE)
         self.lies_on: dict[Buffer, Buffer] = {}
         self.results: set[Buffer] = set()
         self.loop: Chunks | None = None
@@ -120,7 +120,11 @@ class BufferStates:
             self._handed_over(buffer)
         if self.received != self.sent:
             raise Fault(f"{min(b.name for b in self.received ^ self.sent)} is received and not sent on")
-        mine = self.rows.keys() - {*self.procedure.parameters, *self.procedure.results}
+        mine = self.rows.keys() - {
+            *self.procedure.parameters,
+            *self.procedure.results,
+            *self.procedure.passing,
+        }
         if mine:
             raise Fault(f"{min(b.name for b in mine)} is left allocated")
 

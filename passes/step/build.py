@@ -15,6 +15,7 @@ from .instructions import (
     BufferKind,
     Chunks,
     Free,
+    Hand,
     Instruction,
     Keep,
     Normalize,
@@ -23,6 +24,7 @@ from .instructions import (
     Procedure,
     Receive,
     ReduceScatter,
+    Roll,
     Round,
     Run,
     Scale,
@@ -48,6 +50,8 @@ class Way:
         half: float16 occurs in a loss.
         several: each of several devices runs its own rows, see NOTE [rows on several devices].
         saves: what is kept of which rows for the backward, besides the inputs; nothing if it is empty.
+        together: its loop runs together with those of its neighbours, see NOTE [chunks first]: rows that it
+            takes from them, and hands to them, one chunk at a time. None: it runs by itself.
     """
 
     full: bool = False
@@ -56,6 +60,7 @@ class Way:
     half: bool = False
     several: bool = False
     saves: tuple[Piece, ...] = ()
+    together: frozenset[Buffer] | None = None
 
 
 class Builder:
@@ -67,6 +72,11 @@ class Builder:
     gradient; what the others have added is summed, and pulled back once more: a VJP is linear. States that
     are made of other states (chained ones, and those of recurrences) are filled by one device after the
     other, and their gradients come back in reverse.
+
+    NOTE [chunks first]: where each chunk goes through several segments before the next chunk does, no segment
+    has the rows of all chunks: rows go from one to the next, and their gradients back, a chunk at a time.
+    What is kept for the backward is the states of all of them. There each chunk is run forwards once more,
+    which makes its rows anew, and then backwards, from the last segment to the first.
 
     Args:
         programs: its chunk programs.
@@ -82,13 +92,18 @@ class Builder:
         self.state_gradients = list(programs.buffers(BufferKind.STATE_GRADIENT))
         self.cotangents = list(programs.buffers(BufferKind.COTANGENT))
         self.kept = (Buffer(BufferKind.KEPT),) if way.saves else ()
+        self.together = way.together is not None
+        self.passing = frozenset() if way.together is None else way.together
+        # memory that the gradient of what comes into several segments may take, see `ChunksFirst`
+        self.lent = [b for b in way.overwrites if self.together and b not in self.cotangents]
         several = way.several and bool(self.states)
         self.in_turn = several and programs.in_turn
         self.at_once = several and not self.in_turn
 
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
-        body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in self.outputs]
+        held = [b for b in self.outputs if b not in self.passing]
+        body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in held]
         body += self._memory_of_states()
         filled = self.way.full or self.at_once
         body += self._fill_states(()) if filled else map(Receive, self.states if self.in_turn else ())
@@ -98,15 +113,30 @@ class Builder:
             results=(*self.outputs, *self.kept),
             writes=() if filled else tuple(self.states),
         )
-        body += self._loops(run, *map(WriteRows, self.outputs), *map(Keep, self.kept))
+        body += self._loops(run, *map(self._put, self.outputs), *map(Keep, self.kept))
         body += map(Send, self.states if self.in_turn else ())
-        body += map(Free, self.states)
-        return Procedure("forward", self._given(), tuple(body), (*self.outputs, *self.kept), self.way.several)
+        body += () if self.together else map(Free, self.states)
+        made = (*held, *self.kept, *(self.states if self.together else ()))
+        return self._procedure("forward", self._given(), body, made)
+
+    def again(self) -> Procedure:
+        """A forward of each chunk just before its backward: the states are there, the rows are made anew."""
+        run = Run(
+            "forward",
+            self._inputs("forward"),
+            results=(*self.outputs, *self.kept),
+            rewrites=tuple(self.states),
+        )
+        body = self._loops(run, *map(Hand, self.outputs), *map(Keep, self.kept))
+        return self._procedure("again", (*self._given(), *self.states), body, (), *self.outputs, *self.kept)
 
     def backward(self) -> Procedure:
         """Gradients of the streamed inputs, and of the constants."""
-        body: list[Instruction] = [*self._memory_of_states(), *self._fill_states(self.kept)]
-        body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums)]
+        body: list[Instruction] = []
+        if not self.together:
+            body += [*self._memory_of_states(), *self._fill_states(self.kept)]
+        rolled = self._rolled
+        body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums) if b not in rolled]
         body += self._memory_of_gradients(BufferKind.COTANGENT)
         joint = Run(
             "joint",
@@ -117,7 +147,7 @@ class Builder:
         )
         in_turn = self.state_gradients if self.in_turn else ()
         body += map(Receive, in_turn)
-        body += self._loops(joint, *map(WriteRows, self.gradients), reverse=True)
+        body += self._loops(joint, *map(self._put, self.gradients), reverse=True, before=map(Roll, rolled))
         body += map(Send, in_turn)
         if self.at_once:
             body += [ReduceScatter(b, others=not self.way.full) for b in self.state_gradients]
@@ -132,10 +162,16 @@ class Builder:
                 own=True,
             )
             body.append(Chunks((last, *rows)))
-        body += map(Free, (*self.states, *self.state_gradients))
+        body += map(Free, (*(() if self.together else self.states), *self.state_gradients))
         body += map(Round, self.sums)
-        given = (*self.cotangents, *self._given(), *self.kept)
-        return Procedure("backward", given, tuple(body), (*self.gradients, *self.sums), self.way.several)
+        held = [b for b in self.gradients if b not in self.passing]
+        given = [b for b in (*self.cotangents, *self.lent) if b not in self.passing]
+        if self.together:
+            of_chunk = (*self.cotangents, *self.gradients, *self.kept)
+            passing = [b for b in of_chunk if b in self.passing or b in self.kept]
+            given += [*self._given(), *self.states]
+            return self._procedure("backward", given, body, (*held, *self.sums), *passing)
+        return self._procedure("backward", (*given, *self._given(), *self.kept), body, (*held, *self.sums))
 
     def loss(self) -> Procedure:
         """Values by rows, and all gradients for a unit gradient of the loss: the cotangents are its own."""
@@ -159,12 +195,39 @@ class Builder:
 
     def _given(self) -> tuple[Buffer, ...]:
         kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
-        return tuple(b for kind in kinds for b in self.programs.buffers(kind))
+        every = (b for kind in kinds for b in self.programs.buffers(kind))
+        return tuple(b for b in every if b not in self.passing)
 
-    def _loops(self, run: Run, *others: Instruction, reverse: bool = False) -> list[Instruction]:
+    def _procedure(
+        self,
+        name: str,
+        given: Iterable[Buffer],
+        body: Iterable[Instruction],
+        results: Iterable[Buffer],
+        *passing: Buffer,
+    ) -> Procedure:
+        rows = (b for b in self.programs.buffers(BufferKind.ROWS) if b in self.passing)
+        outputs = (b for b in self.outputs if b in self.passing and name == "forward")
+        handed = tuple(dict.fromkeys((*rows, *outputs, *passing)))
+        return Procedure(name, tuple(given), tuple(body), tuple(results), self.way.several, handed)
+
+    def _put(self, buffer: Buffer) -> Instruction:
+        """The chunk's rows of a result, where they belong."""
+        return Hand(buffer) if buffer in self.passing else WriteRows(buffer)
+
+    @property
+    def _rolled(self) -> list[Buffer]:
+        """State gradients of which no more is held than a chunk reads, since a window bounds that."""
+        window = self.together and self.programs.segment.window is not None
+        return [b for b in self.state_gradients if window and not b.by_chunk]
+
+    def _loops(
+        self, run: Run, *others: Instruction, reverse: bool = False, before: Iterable[Instruction] = ()
+    ) -> list[Instruction]:
         """One after the other, over the rows of which the same is saved."""
+        first = tuple(before)
         pieces = [(share, replace(run, price=price)) for share, price in shares(self.way.saves)]
-        loops = [Chunks((own, *others), reverse=reverse, share=share) for share, own in pieces]
+        loops = [Chunks((*first, own, *others), reverse=reverse, share=share) for share, own in pieces]
         return [*reversed(loops)] if reverse else [*loops]
 
     def _inputs(self, program: str, kept: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
@@ -190,13 +253,17 @@ class Builder:
         """Gradients of streamed inputs lie where something else did that nobody reads any more."""
         old = {b.node: b for b in self.way.overwrites if b.kind is kind}
         for position, buffer in enumerate(self.gradients):
-            taken = old.get(self._partner(kind, position))
+            if buffer in self.passing:
+                continue
+            taken = old.get(self._partner(kind, position)) if position == 0 or not self.lent else None
             if taken is not None:
                 yield Overwrite(buffer, taken, zero=self.way.left_out)
             else:
                 yield Allocate(buffer, zero=self.way.left_out and kind is BufferKind.COTANGENT)
 
     def _partner(self, kind: BufferKind, position: int) -> Node | None:
+        if self.lent:
+            return self.lent[0].node
         if kind is BufferKind.ROWS:
             return self.gradients[position].node
         return self.cotangents[0].node if position == 0 else None

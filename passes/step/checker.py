@@ -19,6 +19,7 @@ from .instructions import (
     BufferKind,
     Chunks,
     Free,
+    Hand,
     Instruction,
     Keep,
     Normalize,
@@ -27,6 +28,7 @@ from .instructions import (
     Procedure,
     Receive,
     ReduceScatter,
+    Roll,
     Round,
     Run,
     Scale,
@@ -179,6 +181,8 @@ def _run(state: BufferStates, instruction: Run) -> None:
         if loop.reverse:
             raise Fault(f"{buffer.name}: in reverse no rows of earlier chunks are there to be read")
         state.written.add(buffer)
+    for buffer in instruction.rewrites:
+        state.complete(buffer)
     for buffer in instruction.finishes:
         _finish(state, loop, instruction, buffer)
     for buffer in instruction.adds:
@@ -232,6 +236,22 @@ def _write_rows(state: BufferStates, instruction: WriteRows) -> None:
         state.unwritten(buffer)
     state.results.remove(buffer)
     state.written.add(buffer)
+
+
+def _roll(state: BufferStates, instruction: Roll) -> None:
+    buffer = instruction.buffer
+    if state.loop is None or not state.loop.reverse or buffer.kind is not BufferKind.STATE_GRADIENT:
+        raise Fault(f"columns of {buffer.name} may be left that are read later")
+    state.rows.setdefault(buffer, Rows.ZERO)
+
+
+def _hand(state: BufferStates, instruction: Hand) -> None:
+    buffer = instruction.buffer
+    if buffer not in state.procedure.passing:
+        raise Fault(f"no other segment waits for {buffer.name}")
+    if buffer not in state.results:
+        raise Fault(f"there is no result for {buffer.name}")
+    state.results.remove(buffer)
 
 
 def _zero_rows(state: BufferStates, instruction: ZeroRows) -> None:
@@ -320,6 +340,8 @@ CHECKS: Mapping[type, Callable[[BufferStates, Any], None]] = {
     Chunks: _chunks,
     Run: _run,
     WriteRows: _write_rows,
+    Roll: _roll,
+    Hand: _hand,
     ZeroRows: _zero_rows,
     Keep: _keep,
     Normalize: _normalize,

@@ -124,6 +124,7 @@ class Run:
             afterwards: what reads them has been differentiated, by this call at the latest.
         own: it reads no columns but those of its own rows.
         price: what is saved of the chunk, by the forward, or was: a program computes nothing of it again.
+        rewrites: states whose rows of the chunk it writes once more, with what they hold.
     """
 
     program: str
@@ -134,6 +135,7 @@ class Run:
     finishes: tuple[Buffer, ...] = ()
     own: bool = False
     price: Price | None = None
+    rewrites: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,23 @@ class WriteRows:
 
     buffer: Buffer
     add: bool = False
+
+
+@dataclass(frozen=True)
+class Roll:
+    """A state gradient has from now on the columns that the chunk reads: what is there of them, else zeros.
+
+    Those that only later chunks read were differentiated with them.
+    """
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Hand:
+    """The result of the chunk's program is handed to the segment that reads it, see `Procedure.passing`."""
+
+    buffer: Buffer
 
 
 @dataclass(frozen=True)
@@ -219,6 +238,8 @@ Instruction = (
     | Chunks
     | Run
     | WriteRows
+    | Roll
+    | Hand
     | ZeroRows
     | Keep
     | Normalize
@@ -236,11 +257,13 @@ class Procedure:
     """The instructions of a part of a segment's step.
 
     Attributes:
-        name: "forward", "backward", "loss" (values and gradients in one sweep) or "scaling" (what is left of
-            the backward after a loss).
+        name: "forward", "backward", "loss" (values and gradients in one sweep), "scaling" (what is left of
+            the backward after a loss) or "again" (a forward of each chunk just before its backward).
         parameters: what is held when it begins.
         results: what it hands over, in order.
         several: it runs the rows of one of several devices.
+        passing: where its loop runs together with those of other segments, buffers of which the rows of one
+            chunk at a time are there, given by such a segment or handed to it.
     """
 
     name: str
@@ -248,6 +271,7 @@ class Procedure:
     body: tuple[Instruction, ...]
     results: tuple[Buffer, ...]
     several: bool = False
+    passing: tuple[Buffer, ...] = ()
 
     def runs(self) -> Iterator[tuple[Chunks, Run]]:
         """The programs that it calls, each with its loop, in order."""

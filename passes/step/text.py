@@ -19,6 +19,7 @@ from .instructions import (
     BufferKind,
     Chunks,
     Free,
+    Hand,
     Instruction,
     Keep,
     Normalize,
@@ -26,6 +27,7 @@ from .instructions import (
     Procedure,
     Receive,
     ReduceScatter,
+    Roll,
     Round,
     Run,
     Scale,
@@ -43,7 +45,8 @@ def text(procedure: Procedure) -> str:
     """
     given = [b for b in procedure.parameters if b.kind is not BufferKind.CONSTANT]
     head = f"{procedure.name}({_names(given)}) -> {_names(procedure.results)}:"
-    return "\n".join([head, *(f"    {line}" for line in _lines(procedure.body))])
+    lines = [f"a chunk at a time: {_names(procedure.passing)}"] if procedure.passing else []
+    return "\n".join([head, *(f"    {line}" for line in (*lines, *_lines(procedure.body)))])
 
 
 def line(instruction: Instruction) -> str:
@@ -58,6 +61,7 @@ def to_json(procedure: Procedure) -> dict[str, Any]:
         "name": procedure.name,
         "parameters": [b.name for b in procedure.parameters],
         "results": [b.name for b in procedure.results],
+        "passing": [b.name for b in procedure.passing],
         "buffers": buffers,
         "body": [_plain(i) for i in procedure.body],
     }
@@ -104,7 +108,7 @@ def _buffers(procedure: Procedure) -> list[Buffer]:
     for instruction in procedure.body:
         if isinstance(instruction, Allocate | Overwrite):
             found[instruction.buffer] = None
-    return list(dict.fromkeys([*found, *procedure.results]))
+    return list(dict.fromkeys([*found, *procedure.results, *procedure.passing]))
 
 
 def _plain(value: Any) -> Any:
@@ -139,6 +143,7 @@ def _run(instruction: Run) -> str:
     writes = f", writes {_names(instruction.writes)}" if instruction.writes else ""
     adds = f", adds to {_names(instruction.adds)}" if instruction.adds else ""
     finishes = f", finishes {_names(instruction.finishes)}" if instruction.finishes else ""
+    writes += f", writes {_names(instruction.rewrites)} again" if instruction.rewrites else ""
     saved = "" if instruction.price is None else f", saved: {instruction.price}"
     return f"{words}{writes}{adds}{finishes}{', columns of its own rows' if instruction.own else ''}{saved}"
 
@@ -161,6 +166,8 @@ LINES: Mapping[type, Callable[[Any], str]] = {
     Chunks: _chunks,
     Run: _run,
     WriteRows: lambda i: f"{'add to' if i.add else 'write'} rows of {i.buffer.name}",
+    Roll: lambda i: f"let go of the columns of {i.buffer.name} that the chunk does not read",
+    Hand: lambda i: f"hand on {i.buffer.name}",
     ZeroRows: lambda i: f"zero rows of {i.buffer.name}",
     Keep: lambda i: f"keep {i.buffer.name}",
     Normalize: lambda i: f"normalize {i.buffer.name}",

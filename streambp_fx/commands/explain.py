@@ -26,7 +26,7 @@ class ExplainOptions:
         batch_size: sequences.
         chunk, loss_chunk: rows of a chunk; None: the default.
         dtype: of the weights.
-        save, every, offload: the memory policy, see `Options`.
+        save, every, offload, order: the memory policy, see `Options`.
         gpus, shard, wrap, reshard_after_forward: several devices, as for `plan`.
         html, plot: files to write, or None.
         code, dot, instructions: print the program, the graph of segments, the instructions of the step.
@@ -41,6 +41,7 @@ class ExplainOptions:
     save: str = "inputs"
     every: int = 1
     offload: str = "none"
+    order: str = "layers"
     gpus: int | None = None
     shard: str | None = None
     wrap: str = "layers"
@@ -68,6 +69,7 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     chunks = {"chunk": options.chunk, "loss_chunk": options.loss_chunk}
     given: dict[str, Any] = {k: v for k, v in chunks.items() if v is not None}
     given |= {"save": options.save, "every": options.every, "offload": options.offload}
+    given["order"] = options.order
     if options != replace(options, gpus=None, shard=None, wrap="layers", reshard_after_forward=True):
         given |= {"gpus": options.gpus, "shard": options.shard, "wrap": options.wrap}
         given["reshard_after_forward"] = options.reshard_after_forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..passes.graph.facts import Segment
@@ -20,6 +20,7 @@ from ..passes.step.instructions import (
     Keep,
     Overwrite,
     ReduceScatter,
+    Roll,
     Round,
     Run,
     Send,
@@ -38,6 +39,7 @@ from .held_bytes import (
     Moment,
     Sizes,
 )
+from .programs import Call as ChunkCost
 from .programs import ProgramCosts
 
 CAUSE_OF = {
@@ -70,6 +72,60 @@ class ProcedureWalk:
             count = COUNT.get(type(instruction))
             if count is not None:
                 yield from count(self, instruction, procedure)
+
+    def walk_together(self, calls: Sequence[Call], phase: str, reverse: bool) -> Iterator[Moment]:
+        """The moments of procedures whose loops run as one."""
+        every = [_Bound(call, self.runner(call), phase) for call in calls]
+        for own in every:
+            yield from self._outside(own, before=True)
+        costs = [self._costs(own) for own in every]
+        for own in every if self.sizes.symbolic else ():  # a chunk stands for all: there was one before it
+            self._roll(own, None)
+        chunks = list(range(len(costs[0])))
+        for k in reversed(chunks) if reverse else chunks:
+            for place, own in enumerate(every):
+                following = every[place + 1] if place + 1 < len(every) else None
+                yield from self._one_chunk(own, costs[place][k], following)
+        for own in every:
+            yield from self._outside(own, before=False)
+
+    def _outside(self, within: _Bound, before: bool) -> Iterator[Moment]:
+        """What a procedure does before its loop, or after it."""
+        body = within.call.procedure.body
+        place = next(k for k, i in enumerate(body) if isinstance(i, Chunks))
+        for instruction in body[:place] if before else body[place + 1 :]:
+            count = COUNT.get(type(instruction))
+            if count is not None:
+                yield from count(self, instruction, within)
+
+    def _costs(self, within: _Bound) -> list[ChunkCost]:
+        ((loop, run),) = within.call.procedure.runs()
+        return self.cost.calls_of(within.runner, run, self.sizes, loop.share)
+
+    def _roll(self, within: _Bound, start: Any) -> None:
+        """State gradients have from now on the columns of the chunk that begins at a row."""
+        ((loop, _),) = within.call.procedure.runs()
+        for roll in (i for i in loop.body if isinstance(i, Roll)):
+            size = self.cost.bytes_of_columns(within.runner, roll.buffer, self.sizes, start)
+            self.ledger.hold(within.key(roll.buffer), STATE_GRADIENTS, size)
+
+    def _one_chunk(self, within: _Bound, chunk: ChunkCost, following: _Bound | None) -> Iterator[Moment]:
+        """A chunk in one of several segments: its rows, and what is kept of it, stay until its backward."""
+        procedure, index = within.call.procedure, within.call.segment
+        (_, run), cause = next(procedure.runs()), self.cause_of_programs(within.runner.segment)
+        self._roll(within, chunk.start)
+        held = self.ledger.bytes((cause, chunk.peak))
+        yield Moment(within.phase, index, chunk.chunk, run.program, held, chunk.flops)
+        rows = self.cost.bytes_of_rows(within.runner, self.sizes, chunk.start)
+        if procedure.name == "backward":  # the gradient goes on, and nothing else is left of the chunk
+            self.ledger.drop((index, "rows"), (index, "kept"), (index, "gradient"))
+        if procedure.name == "again":
+            self.ledger.hold((index, "kept"), KEPT, self.cost.per_chunk(chunk.saved, self.sizes))
+        if following is not None and following.call.segment != index:  # to its neighbour
+            what = "gradient" if procedure.name == "backward" else "rows"
+            self.ledger.hold((following.call.segment, what), cause, rows)
+        if procedure.name == "forward":
+            self.ledger.drop((index, "rows"))
 
     def runner(self, call: Call) -> SegmentRunner:
         """What runs the programs of a call."""

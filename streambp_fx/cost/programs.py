@@ -106,6 +106,36 @@ class ProgramCosts:
             return size // rows * read
         return size / rows * (most / self.devices if before is None else before)
 
+    def bytes_of_columns(self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes, start: Any) -> Any:
+        """Bytes of what a chunk reads of a state gradient whose columns a window bounds.
+
+        Args:
+            start: first row of the chunk; it is a number if the sizes are.
+        """
+        assert buffer.node is not None and runner.segment.window is not None
+        wide = buffer.wide and self.wide
+        size = (self.sum_bytes if wide else self.bytes_of)(buffer.node, sizes)
+        rows, behind = sizes.tokens - runner.segment.removed, int(runner.segment.window) - 1
+        if sizes.symbolic:
+            return size / rows * (sizes.chunk + behind)
+        return size // rows * (self._rows_from(rows, sizes, start) + min(start, behind))
+
+    def bytes_of_rows(self, runner: SegmentRunner, sizes: Sizes, start: Any) -> Any:
+        """Bytes of the rows of a chunk that one segment hands to the next."""
+        size, rows = self.bytes_of(runner.segment.outputs[0], sizes), sizes.tokens - runner.segment.removed
+        return (
+            size / rows * sizes.chunk
+            if sizes.symbolic
+            else size // rows * self._rows_from(rows, sizes, start)
+        )
+
+    def _rows_from(self, rows: int, sizes: Sizes, start: int) -> int:
+        return min(sizes.chunk, rows - start)
+
+    def per_chunk(self, saved: Any, sizes: Sizes) -> Any:
+        """Bytes that one chunk saves, from those of a `Call`."""
+        return saved * sizes.chunk / sizes.tokens if sizes.symbolic else saved
+
     def is_full(self, runner: SegmentRunner) -> bool:
         """True if every step runs the chunks of a segment with FULL reach."""
         always = not self.executor.asked.always_full.isdisjoint(runner.masks)

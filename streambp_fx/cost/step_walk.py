@@ -15,6 +15,7 @@ from ..passes.s6_schedule.program import (
     Again,
     Call,
     CallLoss,
+    ChunksFirst,
     CollectRows,
     Differentiate,
     Drop,
@@ -95,6 +96,17 @@ class StepWalk(ProcedureWalk):
         for value, result in zip(scaled, call.results, strict=False):
             self._rename(value, result)
         yield from self.walk(call, self.phase)
+
+    def _chunks_first(self, instruction: ChunksFirst) -> Iterator[Moment]:
+        for value in instruction.inputs:
+            if value.kind is ValueKind.GRADIENT and value not in self.ledger.held and shape_of(value.node):
+                self._hold_gradient(value)
+        calls, sizes = (*instruction.again, *instruction.body), self.sizes
+        self.sizes = replace(sizes, loss_chunk=sizes.chunk)  # a head runs by the chunks of the layers
+        yield from self.walk_together(calls, self.phase, reverse=bool(instruction.again))
+        self.sizes = sizes
+        if not instruction.again:
+            self._hold_outputs(v for v in instruction.results if v.node in self.facts.segments[-1].outputs)
 
     def _call_loss(self, call: CallLoss) -> Iterator[Moment]:
         yield from self.walk(call, self.phase)
@@ -314,6 +326,7 @@ COUNT: Mapping[type, Callable[[StepWalk, Any], Iterator[Moment]]] = {
     Linearize: StepWalk._linearize,
     Call: StepWalk._call,
     CallLoss: StepWalk._call_loss,
+    ChunksFirst: StepWalk._chunks_first,
     Group: StepWalk._group,
     Again: StepWalk._again,
     Layers: StepWalk._layers,

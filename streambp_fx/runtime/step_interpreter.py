@@ -26,6 +26,7 @@ from ..passes.s3_cut.segment import row_axis
 from ..passes.s6_schedule.program import (
     Call,
     CallLoss,
+    ChunksFirst,
     CollectRows,
     Defer,
     Drop,
@@ -42,6 +43,8 @@ from ..passes.s6_schedule.program import (
 from ..passes.s6_schedule.values import DEVICE
 from .lazy_tensors import Anew, LazyOutput
 from .offload import Store
+from .segments.chunks_first import Chain
+from .segments.chunks_first import ChunksFirst as ChunksFirstFunction
 from .segments.loss_head import OneSweepHead, Sweep
 from .segments.own_rows import RowsOfValue
 from .segments.owned_buffers import as_it_is
@@ -189,6 +192,7 @@ def _call(instruction: Call, frame: StepFrame, unread: bool = False) -> None:
     """
     segment, runner = frame.segment(instruction)
     backward = frame.program.backward_of(segment.index)
+    assert not isinstance(backward, ChunksFirst)
     procedures = None if unread else instruction.procedure, None if backward is None else backward.procedure
     whole = [frame.values[n] for n in segment.whole]
     given = frame.behind(instruction, _inputs(segment, frame))
@@ -201,13 +205,23 @@ def _call(instruction: Call, frame: StepFrame, unread: bool = False) -> None:
 def _call_loss(instruction: CallLoss, frame: StepFrame) -> None:
     segment, runner = frame.segment(instruction)
     scaling = frame.program.backward_of(segment.index)
-    assert frame.sweep is not None and scaling is not None
+    assert frame.sweep is not None and isinstance(scaling, Call)
     whole = [frame.values[n] for n in segment.whole]
     procedures = instruction.procedure, scaling.procedure
     given = frame.behind(instruction, _inputs(segment, frame))
     found = OneSweepHead.apply(runner, frame.step, whole, frame.sweep, procedures, *given)
     frame.before(instruction, found)
     frame.values.update(zip(instruction.part.outputs, found, strict=True))
+
+
+def _chunks_first(instruction: ChunksFirst, frame: StepFrame) -> None:
+    pairs = [frame.segment(call) for call in instruction.body]
+    backward = frame.program.backward_of(instruction.body[0].segment)
+    assert isinstance(backward, ChunksFirst)
+    chain = Chain([s for s, _ in pairs], [r for _, r in pairs], instruction, backward)
+    whole = [[frame.values[n] for n in own] for own in chain.whole]
+    outputs = ChunksFirstFunction.apply(chain, frame.step, whole, *_in_order(chain.inputs, frame))
+    frame.values.update(zip(chain.segments[-1].outputs, outputs, strict=True))
 
 
 def _group(instruction: Group, frame: StepFrame) -> None:
@@ -293,9 +307,14 @@ def _inputs(segment: Segment, frame: StepFrame) -> list[Tensor]:
 
     What comes out of a segment that runs unchunked may be a view, or lie otherwise than its fake tensor.
     """
-    values = frame.values
-    constants = (values[n].contiguous() if n.op == "call_function" else values[n] for n in segment.constants)
-    return [*(frame.rows(n).contiguous() for n in segment.rows), *constants]
+    return _in_order((*segment.rows, *segment.constants), frame)
+
+
+def _in_order(nodes: Iterable[Node], frame: StepFrame) -> list[Tensor]:
+    """Parameters as they are; the others contiguous."""
+    by_rows = {n for s in frame.facts.segments for n in s.rows}
+    given = ((n, frame.rows(n) if n in by_rows else frame.values[n]) for n in nodes)
+    return [v.contiguous() if n in by_rows or n.op == "call_function" else v for n, v in given]
 
 
 def _kept_in(store: Store | None, place: str) -> Any:
@@ -310,6 +329,7 @@ EXECUTE: Mapping[type, Callable[[Any, StepFrame], None]] = {
     RunPart: _run_part,
     Call: _call,
     CallLoss: _call_loss,
+    ChunksFirst: _chunks_first,
     Group: _group,
     Layers: _layers,
     Leave: _leave,

@@ -38,7 +38,11 @@ def schedule_text(schedule: ScheduledStep) -> str:
         + _total(schedule)
     )
     again = [s for g in groups(schedule.facts, schedule.policy) for s in g[:-1]]
-    if again:
+    for loop in schedule.segments_together:
+        lines.append(
+            f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"
+        )
+    if again and schedule.policy.order == "layers":
         numbers = ", ".join(str(s.index) for s in again)
         what = f"segment {numbers} gives" if len(again) == 1 else f"segments {numbers} give"
         lines.append(f"  not stored but computed again: what {what}")
@@ -138,6 +142,8 @@ def _loss(schedule: ScheduledStep) -> Iterator[str]:
     if schedule.sweeps:
         once = "1 sweep over the loss head: its coefficients are known before it"
         twice = "2 sweeps over the loss head: its coefficients are known only after the first"
+        if schedule.policy.order == "chunks":
+            twice = "2 sweeps over the loss head: one with each sweep over the layers"
         yield "  " + (once if schedule.sweeps == 1 else twice)
     if schedule.sweeps == 1 and schedule.executor is not None and batch_size(schedule.facts) is not None:
         text = f"padding: {_padding(schedule.executor.parts)}"

@@ -67,7 +67,14 @@ class ScheduledSegment:
     def saved(self) -> dict[str, int]:
         """What the forward keeps for the backward: name and bytes a row of the batch."""
         facts = self.schedule.facts
-        found = {n.name: int(row_bytes(facts, n)) for n in self.segment.rows}
+        together = self.schedule.segments_together
+        before = next(
+            (loop[k - 1] for loop in together for k, s in enumerate(loop) if s is self.segment and k), None
+        )
+        handed = [] if before is None else before.outputs
+        found = {n.name: int(row_bytes(facts, n)) for n in self.segment.rows if n not in handed}
+        if any(self.segment in loop for loop in together):
+            return found | self.carried_state
         return found | self.schedule.cost.saved_of(self.segment)
 
     @property

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 from ..cost.held_bytes import Moment
 from ..cost.step import StepCost
 from ..options import Options
-from ..passes.graph.facts import Facts
+from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
 from ..passes.s3_cut.segment import row_bytes, samples
+from ..passes.s6_schedule.program import ChunksFirst, unrolled
 from .scheduled_segment import ScheduledSegment
 
 if TYPE_CHECKING:
@@ -117,12 +118,22 @@ class ScheduledStep:
         They are the inputs of the segments, each once, or what the memory policy makes of that.
         """
         kept: dict[str, int] = {}
+        if self.policy.order == "chunks":
+            return sum({k: v for s in self.segments for k, v in s.saved.items()}.values())
         for group in groups(self.facts, self.policy):
             if len(group) == 1:
                 kept |= ScheduledSegment(self, group[0]).saved
             else:
                 kept |= {n.name: int(row_bytes(self.facts, n)) for n in rows_from_outside(group)}
         return sum(kept.values())
+
+    @property
+    def segments_together(self) -> list[list[Segment]]:
+        """Segments whose loops run as one: each chunk goes through all of them before the next one does."""
+        if self.policy.order == "layers":
+            return []
+        loops = (i for i in unrolled(self.cost.step_program.forward) if isinstance(i, ChunksFirst))
+        return [[self.facts.segments[call.segment] for call in loop.body] for loop in loops]
 
     @property
     def policy(self) -> Policy:

@@ -18,6 +18,7 @@ from ...passes.step.instructions import (
     BufferKind,
     Chunks,
     Free,
+    Hand,
     Instruction,
     Keep,
     Normalize,
@@ -26,6 +27,7 @@ from ...passes.step.instructions import (
     Procedure,
     Receive,
     ReduceScatter,
+    Roll,
     Round,
     Run,
     Scale,
@@ -50,7 +52,9 @@ class Frame:
         blocks: that a loop runs over.
         tensors: by buffer; the parameters of the procedure to begin with, and nobody else holds the mapping.
         like: a tensor on the device of the segment.
-        kept: of each chunk, in the order of the chunks.
+        kept: by index of the chunk.
+        passing: buffers of which the rows of one chunk are there, see `Procedure.passing`.
+        columns: of state gradients that are held in part, the first column that is there, and the end.
         function: the autograd node that will return what is rounded, whose inputs are the streamed inputs of
             the segment, then its constants.
         scale: what `Scale` multiplies by, beside `unit`.
@@ -65,7 +69,9 @@ class Frame:
     tensors: dict[Buffer, Tensor]
     like: Tensor
     blocks: Blocks
-    kept: list[list[Tensor]] = field(default_factory=list)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    passing: frozenset[Buffer] = frozenset()
+    columns: dict[Buffer, tuple[int, int]] = field(default_factory=dict)
     function: Any = None
     scale: Tensor | None = None
     unit: Tensor | None = None
@@ -90,7 +96,12 @@ def run(procedure: Procedure, frame: Frame) -> list[Tensor]:
         CompileError: a program cannot be traced.
     """
     for instruction in procedure.body:
-        _execute(instruction, frame)
+        execute(instruction, frame)
+    return results_of(procedure, frame)
+
+
+def results_of(procedure: Procedure, frame: Frame) -> list[Tensor]:
+    """What a procedure hands over, in the shapes and dtypes of its buffers; the frame holds it no more."""
     return [frame.tensors.pop(b) for b in procedure.results if b.kind is not BufferKind.KEPT]
 
 
@@ -102,13 +113,14 @@ def prepare(procedure: Procedure, frame: Frame) -> None:
     """
     runner, step = frame.runner, frame.step
     for loop, call in procedure.runs():
-        for _, block in _blocks(loop, frame) if call.adds else ():
+        for _, block in blocks_of(loop, frame) if call.adds else ():
             extent = (block.own() if call.own else block).extent
             numbers = runner.numbers(extent, step.seed, step.of(block.part))
             runner.program(call.program, extent, step, numbers, call.price)
 
 
-def _execute(instruction: Instruction, frame: Frame) -> None:
+def execute(instruction: Instruction, frame: Frame) -> None:
+    """Run one instruction."""
     EXECUTE[type(instruction)](instruction, frame)
 
 
@@ -143,16 +155,17 @@ def _overwrite(instruction: Overwrite, frame: Frame) -> None:
 
 def _free(instruction: Free, frame: Frame) -> None:
     del frame.tensors[instruction.buffer]
+    frame.columns.pop(instruction.buffer, None)
 
 
 def _chunks(instruction: Chunks, frame: Frame) -> None:
-    blocks = _blocks(instruction, frame)
+    blocks = blocks_of(instruction, frame)
     for frame.index, frame.block in reversed(blocks) if instruction.reverse else blocks:
         for inner in instruction.body:
-            _execute(inner, frame)
+            execute(inner, frame)
 
 
-def _blocks(loop: Chunks, frame: Frame) -> list[tuple[int, RowBlock]]:
+def blocks_of(loop: Chunks, frame: Frame) -> list[tuple[int, RowBlock]]:
     """The chunks of a loop, with their places among all."""
     blocks = enumerate(frame.blocks(loop.over))
     return [(k, b) for k, b in blocks if is_within(b.extent.start, frame.step.total, loop.share)]
@@ -173,6 +186,26 @@ def _write_rows(instruction: WriteRows, frame: Frame) -> None:
     if _lies_otherwise(value, rows):
         value = value.clone()
     rows.add_(value) if instruction.add else rows.copy_(value)
+
+
+def _roll(instruction: Roll, frame: Frame) -> None:
+    assert frame.block is not None
+    buffer, extent = instruction.buffer, frame.block.extent
+    low, end = extent.low, extent.low + extent.columns
+    before = frame.columns.get(buffer)
+    if before == (low, end):  # the same rows of other samples
+        return
+    assert buffer.node is not None
+    rows = frame.runner.columns(buffer, end - low, frame.step, frame.like)
+    if before is not None and before[0] < end:
+        common = end - before[0]
+        old = frame.tensors[buffer].narrow(buffer.dim, 0, common)
+        rows.narrow(buffer.dim, before[0] - low, common).copy_(old)
+    frame.tensors[buffer], frame.columns[buffer] = rows, (low, end)
+
+
+def _hand(instruction: Hand, frame: Frame) -> None:
+    frame.tensors[instruction.buffer] = frame.results.pop(instruction.buffer)
 
 
 def _lies_otherwise(value: Tensor, rows: Tensor) -> bool:
@@ -196,7 +229,7 @@ def _rows(buffer: Buffer, frame: Frame) -> Tensor:
 
 
 def _keep(instruction: Keep, frame: Frame) -> None:
-    frame.kept.append(frame.results.pop(instruction.buffer))
+    frame.kept[frame.index] = frame.results.pop(instruction.buffer)
 
 
 def _normalize(instruction: Normalize, frame: Frame) -> None:
@@ -292,6 +325,8 @@ EXECUTE: Mapping[type, Callable[[Any, Frame], None]] = {
     Chunks: _chunks,
     Run: _run,
     WriteRows: _write_rows,
+    Roll: _roll,
+    Hand: _hand,
     ZeroRows: _zero_rows,
     Keep: _keep,
     Normalize: _normalize,

@@ -43,9 +43,9 @@ class StreamedSegment(torch.autograd.Function):
         else:
             outputs = tuple(run(forward, frame))
         ctx.runner, ctx.step, ctx.procedure = runner, step, backward
-        ctx.inputs, ctx.whole, ctx.kept = len(tensors), len(whole), [len(own) for own in frame.kept]
+        ctx.inputs, ctx.whole, ctx.kept = len(tensors), len(whole), [len(own) for own in frame.kept.values()]
         read = (as_it_is(t) for t in (*tensors, *whole))
-        ctx.save_for_backward(*read, *itertools.chain(*frame.kept))
+        ctx.save_for_backward(*read, *itertools.chain(*frame.kept.values()))
         if backward is not None:  # what is wrong with it is said in the forward: nothing is half done
             prepare(backward, frame)
         ctx.set_materialize_grads(False)
@@ -77,9 +77,9 @@ class StreamedSegment(torch.autograd.Function):
         frame.function = ctx
         for buffer, gradient in zip(runner.programs.buffers(BufferKind.COTANGENT), given, strict=True):
             frame.tensors[buffer] = (
-                _zeros(runner, buffer, frame) if gradient is None else gradient.contiguous()
+                zeros_like_output(buffer, frame) if gradient is None else gradient.contiguous()
             )
-        frame.kept = [list(itertools.islice(tensors, n)) for n in ctx.kept]
+        frame.kept = {k: list(itertools.islice(tensors, n)) for k, n in enumerate(ctx.kept)}
         procedure = ctx.procedure
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
@@ -108,6 +108,7 @@ def frame_of(
     return Frame(runner, step, held, tensors[0], lambda over: runner.blocks(step))
 
 
-def _zeros(runner: SegmentRunner, buffer: Buffer, frame: Frame) -> Tensor:
+def zeros_like_output(buffer: Buffer, frame: Frame) -> Tensor:
+    """The gradient of an output to which none comes, in the shape and dtype of the output."""
     assert buffer.node is not None
-    return runner.allocate(buffer.node, frame.step, frame.like, zero=True, own=True)
+    return frame.runner.allocate(buffer.node, frame.step, frame.like, zero=True, own=True)

@@ -96,6 +96,13 @@ class SegmentRunner:
             shape[lies.dim] = lies.entries
         return shape
 
+    def columns(self, buffer: Buffer, count: int, step: StepData, like: Tensor) -> Tensor:
+        """Zeros for so many columns of a state gradient, in the dtype of the sum."""
+        assert buffer.node is not None
+        shape, dtype = self._shape(buffer.node, step, own=False), tensors_of(buffer.node)[0].dtype
+        shape[buffer.dim] = count
+        return torch.zeros(shape, dtype=self.sum_dtype(buffer, dtype), device=like.device)
+
     def lies(self, node: Node, step: StepData) -> RowsOfValue:
         """How the rows of a value lie on this device, of a step whose rows lie on several."""
         assert step.own is not None
@@ -243,9 +250,12 @@ class SegmentRunner:
         for buffer in inputs:
             if buffer.kind is BufferKind.KEPT:
                 args += frame.kept[index]
+            elif buffer in frame.passing:
+                args.append(frame.tensors[buffer])
             else:
                 value = self.part_of(buffer, frame.tensors[buffer], block.part, step)
-                args.append(self.input(buffer, value, extent, own, index))
+                there = buffer in frame.columns  # no others are held
+                args.append(value if there else self.input(buffer, value, extent, own, index))
         program = self.program(kind, extent, own, args, price)
         if program.workspace is not None:
             args.append(frame.workspace_of(program.workspace))

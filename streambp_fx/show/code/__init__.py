@@ -35,7 +35,7 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
     """
     assert facts.sequence is not None
     tokens = facts.values[facts.sequence] if seq_len is None else seq_len
-    executor = Executor(facts, dataclasses.replace(options, body="eager"))
+    executor = Executor(facts, dataclasses.replace(options, body="eager", order="layers"))
     context = Context(executor, tokens)
     step = StepCode(context)
     driver, called = step.text(), step.functions
@@ -55,6 +55,9 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
 
 def _left_out(options: Options) -> str:
     """What of the memory policy the text does not do: what is kept stays where it is."""
+    if options.order == "chunks":
+        words = "a layer runs all chunks before the next one begins"
+        return f" Nor does a chunk go\nthrough all layers at once: {words}."
     place = {"none": "", "host": "host memory", "disk": "disk"}[options.offload]
     return f" Nor does it move to {place}\nwhat is kept for the backward." if place else ""
 

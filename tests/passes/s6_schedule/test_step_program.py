@@ -119,6 +119,8 @@ STEPS: dict[str, Callable[[], StepParts]] = {
     "kept attention": lambda: parts(Policy("attention"), count=2),
     "every second": lambda: parts(Policy(every=2)),
     "on disk": lambda: parts(Policy(offload="disk")),
+    "chunks first": lambda: parts(Policy(order="chunks"), count=2),
+    "chunks first and tied": lambda: parts(Policy(order="chunks"), tied=True),
     "all of it": lambda: parts(Policy("attention", 2, "disk"), tied=True),
 }
 

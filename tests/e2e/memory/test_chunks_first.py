@@ -1,0 +1,212 @@
+"""Each chunk goes through all layers before the next one does: exact, as predicted, and small."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import assert_all_chunked, check_exact, compare, in_double, step, transform
+from e2e_memory import live
+from e2e_models import build, padded, perturb, plain, sample, true_double
+from peft import LoraConfig, get_peft_model
+from test_architectures import model_of
+
+import streambp_fx
+from benchmarks.families.worker import PADS, batch, plain_experts
+from streambp_fx.passes.s6_schedule.program import ChunksFirst, unrolled
+
+BATCHES = {
+    "T=67": plain(2, 67),
+    "one chunk": plain(2, 16),
+    "T=3": plain(2, 3),
+    "padded": padded(67, "left"),
+    "padded right": padded(50, "right"),
+}
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 2048}
+FAMILIES = ["llama", "gpt2", "gemma3_text", "mistral", "falcon_alibi", "bloom", "gemma2", "opt", "phi"]
+EAGER = ("gemma2", "bloom")
+ARCHITECTURES = ["qwen3_moe", "deepseek_v3", "mamba2", "qwen3_next", "gpt_oss", "falcon_h1", "minicpm3"]
+
+
+def loops_of(model: Any) -> list[list[int]]:
+    """The segments of each loop that several run in."""
+    program = streambp_fx.schedule(model).program.instructions
+    forward = (i for i in unrolled(program.forward) if isinstance(i, ChunksFirst))
+    return [[call.segment for call in loop.body] for loop in forward]
+
+
+def assert_together(model: Any, least: int) -> None:
+    """So many segments, at the least, run in one loop."""
+    loops = loops_of(model)
+    assert loops and max(map(len, loops)) >= least, (loops, str(streambp_fx.schedule(model)))
+
+
+@pytest.mark.parametrize("family", sample(FAMILIES, "llama", "mistral"))
+def test_exact(family: str) -> None:
+    """Full attention, windows, positions added to scores, masks of which rows see nothing."""
+    impl = "eager" if family in EAGER else "sdpa"
+    _, streamed = check_exact(functools.partial(build, family, impl), BATCHES, order="chunks")
+    assert_together(streamed, 3)
+
+
+@pytest.mark.parametrize("family", sample(ARCHITECTURES, "mamba2"))
+def test_exact_for_other_architectures(family: str) -> None:
+    with in_double(functools.partial(model_of, family)):
+        streamed = model_of(family)
+        eager = copy.deepcopy(streamed)
+        plain_experts(eager)
+        transform(streamed, order="chunks")
+        batches = {f"padding: {side}": batch(67, pads, side) for side, pads in PADS.items()}
+        compare(eager, streamed, batches, 1e-9)
+    assert_all_chunked(streamed, at_least=4)
+    assert_together(streamed, 2 if family == "falcon_h1" else 3)
+
+
+def _lora(target: str = "all-linear") -> Any:
+    model = build("llama", num_hidden_layers=3)
+    found = get_peft_model(model, LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM"))
+    perturb(found, 0)
+    for name, parameter in found.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return found
+
+
+def _frozen_below() -> Any:
+    """What is trained begins in the middle."""
+    model = build("llama", num_hidden_layers=4)
+    for module in (model.model.embed_tokens, *model.model.layers[:2]):
+        module.requires_grad_(False)
+    return model
+
+
+def _tied() -> Any:
+    return build("llama", tie_word_embeddings=True)
+
+
+def _shared_layer() -> Any:
+    model = build("llama", num_hidden_layers=3)
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    return model
+
+
+@pytest.mark.parametrize("make", sample([_lora, _frozen_below, _tied, _shared_layer], _lora, _shared_layer))
+def test_what_is_trained(make: Any) -> None:
+    batches = {n: BATCHES[n] for n in ("T=67", "padded")}
+    _, streamed = check_exact(make, batches, order="chunks")
+    assert_together(streamed, 4)
+
+
+class Shown(torch.nn.Module):
+    """The loss, and the rows between the second layer and the third."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, for tokens of shape (B, T)."""
+        found = self.model(input_ids=input_ids, labels=labels, output_hidden_states=True)
+        return found.loss, found.hidden_states[2]
+
+
+def test_what_somebody_else_reads_is_a_border() -> None:
+    """Rows that the model returns are there for all chunks, and have a gradient of their own."""
+    torch._dynamo.reset()
+    factory = functools.partial(build, "llama", num_hidden_layers=4)
+    with in_double(factory):
+        eager = Shown(factory())
+        model = copy.deepcopy(eager)
+        options = {"chunk": 16, "loss_chunk": 8, "order": "chunks", "on_error": "raise"}
+        streamed = torch.compile(model, backend="streambp", options=options)
+        given = {k: v for k, v in plain(2, 67).items() if k in ("input_ids", "labels")}
+        for own in (eager, streamed):
+            loss, rows = own(**given)
+            (loss + rows.pow(2).mean()).backward()
+        for (name, want), got in zip(eager.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-12, msg=name)
+        assert loops_of(streamed) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_dropout_draws_the_same_again() -> None:
+    """The second forward of a chunk drops what the first has dropped: a finite difference agrees."""
+    model = build("llama", attention_dropout=0.3).train()
+    transform(model, order="chunks")
+    given = plain(2, 67)
+    parameter = model.model.layers[0].self_attn.v_proj.weight
+    direction = torch.randn_like(parameter)
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(3)
+        return model(**given).loss
+
+    eps, found = 1e-5, []
+    with true_double(model):
+        loss().backward()
+        assert_together(model, 3)
+        slope = float((parameter.grad * direction).sum())
+        for shift in (eps, -2 * eps):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=shift)
+            found.append(float(loss().detach()))
+    assert (found[0] - found[1]) / (2 * eps) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """As near to float64 as with layers first."""
+    errors = {}
+    _, want = step(build("llama"), plain(2, 67))
+    for order in ("layers", "chunks"):
+        torch._dynamo.reset()
+        model = build("llama", dtype=dtype)
+        transform(model, order=order)
+        _, got = step(model, plain(2, 67))
+        errors[order] = sum(float((got[n].double() - want[n]).square().sum()) for n in want) ** 0.5
+    assert errors["chunks"] < 1.2 * errors["layers"], errors
+
+
+@pytest.mark.parametrize("family", sample(["llama", "mistral", "mamba2"], "llama", "mistral"))
+@pytest.mark.parametrize("lora", [False, True])
+def test_predicted_peak_is_what_is_live(family: str, lora: bool) -> None:
+    torch._dynamo.reset()
+    sizes = {"num_hidden_layers": 6, **WIDE, **({"sliding_window": 40} if family == "mistral" else {})}
+    model = build(family, **sizes) if family != "mamba2" else model_of(family)
+    model = model.float()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    transform(model, chunk=32, loss_chunk=32, order="chunks", check="never")
+    step(model, plain(2, 80))
+    cost = streambp_fx.schedule(model).cost
+    for tokens in (512, 517):
+        step(model, plain(2, tokens))
+        predicted = cost.peak(cost.sizes(tokens)).total
+        assert live(model, plain(2, tokens)) == pytest.approx(predicted, rel=0.01), tokens
+    expression = cost.peak_expression(2)
+    values = {"T": 512, "chunk": 32, "loss_chunk": 32}
+    bound = int(expression.subs({s: values[s.name] for s in expression.free_symbols}))
+    assert bound == pytest.approx(cost.peak(cost.sizes(512)).total, rel=0.05)
+
+
+@pytest.mark.parametrize(("window", "most"), [(None, 0.6), (64, 0.5)])
+def test_smaller_where_the_state_is(window: int | None, most: float) -> None:
+    """One key head of eight; windows in three layers of four: their gradients are as long as the window."""
+    kinds = [("sliding" if window and k % 4 else "full") + "_attention" for k in range(8)]
+    sizes = {**WIDE, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
+    model = build("qwen2", **sizes, use_sliding_window=bool(window), sliding_window=window, layer_types=kinds)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    peak, work = {}, {}
+    for order in ("layers", "chunks"):
+        cost = streambp_fx.explain(model, 2048, chunk=16, loss_chunk=16, order=order).cost
+        moments = cost.timeline(cost.sizes(2048))
+        peak[order], work[order] = max(m.total for m in moments), sum(m.flops for m in moments)
+    assert peak["chunks"] <= most * peak["layers"], peak
+    assert work["chunks"] <= 1.1 * work["layers"], work
+
+
+def test_what_it_does_not_go_with() -> None:
+    for options in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}, {"policy": "auto"}):
+        with pytest.raises(ValueError, match='order="chunks"'):
+            streambp_fx.Options(order="chunks", **options)
