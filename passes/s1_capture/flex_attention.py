@@ -141,7 +141,9 @@ def _attention(
             query, key, value, mask, 0.0, False, scale=scale, enable_gqa=groups > 1
         )
     else:
-        scores = change.over(scores, *indices)
+        changed = change.over(scores, *indices)
+        alike = list(map(expression, changed.shape)) == list(map(expression, scores.shape))
+        scores = changed if alike else changed.expand(scores.shape)
     if not scores.is_floating_point():
         raise FunctionNotUnderstood("makes scores that are no floating-point numbers")
     if mask is not None:
@@ -154,11 +156,11 @@ def _attention(
 
 def _mask(function: IndexFunction, indices: Indices, has_blocks: bool) -> Tensor | None:
     """Where a row attends to a column, bool, (B or 1, H or 1, T or 1, S or 1); None: everywhere."""
-    if function.returns_one:
-        if has_blocks:
-            raise FunctionNotUnderstood("has a block mask without a mask function: its blocks are the mask")
+    if function.returns_one and not has_blocks:
         return None
     mask = function.over(*indices)
+    if not mask.dim():
+        raise FunctionNotUnderstood("has a mask function that says the same everywhere: its blocks are the mask")
     if mask.dtype != torch.bool:
         raise FunctionNotUnderstood(f"has a mask function that returns {mask.dtype}")
     return mask

@@ -31,13 +31,15 @@ from ..graph.tracing import trace
 from ..rules.pointwise import pointwise_ops
 
 aten = torch.ops.aten
-# Ops on single elements that have no tag: copies, and values that take only shape and dtype of an operand.
+# Ops on single elements that have no tag.
 COPIES = (aten._to_copy.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
-FILLS = (aten.ones_like.default, aten.zeros_like.default, aten.full_like.default)
-ELEMENTWISE = {*pointwise_ops(), *COPIES, *FILLS}
+ELEMENTWISE = {*pointwise_ops(), *COPIES}
 SUMS = (aten.add.Tensor, aten.sub.Tensor)
-# Values without dims that take only the dtype of an operand.
-NEW = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
+# Ops that take only shape and dtype of an operand, and the number that they give; None: their last argument.
+FILLS = {
+    aten.new_ones.default: 1, aten.new_zeros.default: 0, aten.new_full.default: None,
+    aten.ones_like.default: 1, aten.zeros_like.default: 0, aten.full_like.default: None,
+}  # fmt: skip
 
 
 class FunctionNotUnderstood(Exception):
@@ -181,13 +183,21 @@ def _called(node: Node, args: Any, kwargs: Any, indices: Indices) -> Any:
         return _indexed(args[0], args[1], indices)
     if op is aten.select.int and isinstance(args[0], Taken):
         return _selected(*args)
-    if op in NEW and isinstance(args[0], Spread) and not list(args[1]):
-        return op(args[0].tensor, *args[1:], **kwargs)
+    if op in FILLS:
+        return _filled(node, FILLS[op] if FILLS[op] is not None else args[-1])
     if op in SUMS and args[1:] == (0,) and not kwargs and isinstance(args[0], Spread):
         return args[0]  # an offset of nothing: positions stay positions
     if op in ELEMENTWISE or torch.Tag.pointwise in op.tags:
         return _elementwise(node, args, kwargs, indices)
     raise FunctionNotUnderstood(f"calls {op}")
+
+
+def _filled(node: Node, number: Any) -> Tensor:
+    """A number that is the same for all elements, in the dtype of a node."""
+    value = node.meta["val"]
+    if value.dim() or not isinstance(number, (bool, int, float)):
+        raise FunctionNotUnderstood(f"calls {node.target}")
+    return torch.full((), number, dtype=value.dtype, device=value.device)
 
 
 def _elementwise(node: Node, args: Any, kwargs: Any, indices: Indices) -> Spread:
