@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ..graph.autograd_functions import Retrace
 from ..graph.determinism import is_deterministic
 from ..graph.facts import expression
-from ..graph.functionalization import changes_something, unwrapped
+from ..graph.functionalization import NotPureError, changes_something, unwrapped
 from ..graph.purity import is_impure
 from ..graph.tracing import trace
 from ..rules.pointwise import pointwise_ops
@@ -113,7 +113,13 @@ class IndexFunction:
         with disable_functional_mode(), disable_proxy_modes_tracing(), TransformGetItemToIndex():
             numbers = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
             score = [] if dtype is None else [torch.zeros((), dtype=dtype, device=device)]
-            self.graph = trace(lambda *inputs: Retrace(function).run(*inputs), *score, *numbers, *given)
+            try:
+                self.graph = trace(lambda *inputs: Retrace(function).run(*inputs), *score, *numbers, *given)
+            except NotPureError:
+                raise
+            except Exception as error:
+                reason = str(error).strip().split("\n", 1)[0]
+                raise FunctionNotUnderstood(f"cannot be called with numbers ({reason})") from error
         self.graph.graph.eliminate_dead_code(is_impure_node=is_impure)
         self.result = self.graph.graph.output_node().args[0]
         self.placeholders = self.graph.graph.find_nodes(op="placeholder")
@@ -142,7 +148,8 @@ class IndexFunction:
         indices = Indices(*given[-4:])
         for node in self.graph.graph.nodes:
             if node.op == "get_attr":
-                known[node] = _constant(getattr(self.graph, str(node.target)))
+                value = _constant(node)
+                known[node] = torch.scalar_tensor(value.item(), dtype=value.dtype, device=value.device)
             elif node.op == "call_function":
                 args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
                 known[node] = _called(node, args, kwargs, indices)
@@ -159,13 +166,24 @@ def _refuse_modes(function: GraphModule) -> None:
             raise FunctionNotUnderstood(f"calls {node.target}")
 
 
-def _constant(value: Any) -> Tensor:
-    """A number that a function holds, made where it is needed."""
+def _constant(node: Node) -> Tensor:
+    """A number that a function holds, without dims, made where it is needed."""
+    value = getattr(node.graph.owning_module, str(node.target))
     known = getattr(value, "constant", None)  # what a fake tensor stands for
     value = value if known is None else known
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.dim() or type(value) is not Tensor:
+    if type(value) is not Tensor or value.dim():
         raise FunctionNotUnderstood("holds a tensor of its own")
-    return torch.scalar_tensor(value.item(), dtype=value.dtype, device=value.device)
+    return value
+
+
+def _number(node: Any) -> int | None:
+    """The whole number that a node always is; None if it is none."""
+    while isinstance(node, Node) and node.target in COPIES:
+        node = node.args[0]
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return None
+    value = _constant(node)
+    return int(value) if value.dtype in (torch.int32, torch.int64) else None
 
 
 def _called(node: Node, args: Any, kwargs: Any, indices: Indices) -> Any:
@@ -180,16 +198,29 @@ def _called(node: Node, args: Any, kwargs: Any, indices: Indices) -> Any:
     if not any(isinstance(v, (Spread, Taken)) for v in leaves):
         return op(*args, **kwargs)
     if op is aten.index.Tensor:
-        return _indexed(args[0], args[1], indices)
+        numbers: Any = map(_number, node.args[1])  # type: ignore[arg-type]
+        places = [p if n is None else n for p, n in zip(args[1], numbers, strict=True)]
+        return _indexed(args[0], places, indices)
     if op is aten.select.int and isinstance(args[0], Taken):
         return _selected(*args)
     if op in FILLS:
         return _filled(node, FILLS[op] if FILLS[op] is not None else args[-1])
-    if op in SUMS and args[1:] == (0,) and not kwargs and isinstance(args[0], Spread):
-        return args[0]  # an offset of nothing: positions stay positions
+    if op in SUMS and _adds_nothing(node, args[0]):
+        return args[0]  # positions stay positions
     if op in ELEMENTWISE or torch.Tag.pointwise in op.tags:
         return _elementwise(node, args, kwargs, indices)
     raise FunctionNotUnderstood(f"calls {op}")
+
+
+def _adds_nothing(node: Node, value: Any) -> bool:
+    """True for a sum with the number 0 that has the dtype of a value."""
+    number = node.args[1]
+    return (
+        isinstance(value, Spread)
+        and type(number) is int
+        and number == 0
+        and node.meta["val"].dtype == value.tensor.dtype
+    )
 
 
 def _filled(node: Node, number: Any) -> Tensor:
