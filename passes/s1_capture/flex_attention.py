@@ -11,8 +11,10 @@ See docs/decisions/0032-flex-attention-as-ordinary-ops.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,9 +63,9 @@ def _replaced(graph: Graph, node: Node) -> list[Node]:
     """Replace a call of the op, and return the nodes of its block tables."""
     call = inspect.signature(type(FLEX).__call__).bind(FLEX, *node.args, **node.kwargs).arguments
     *tables, row_block, column_block, mask = call["block_mask"]
-    lengths = min(row_block, column_block) if all(isinstance(n, int) for n in (row_block, column_block)) else 0
+    has_blocks = (row_block, column_block) != (NO_BLOCKS, NO_BLOCKS)
     natural = call["kernel_options"].get("BACKEND") == "FLASH"
-    options = {"has_blocks": lengths != NO_BLOCKS, "log_base": math.e if natural else 2.0}
+    options = {"has_blocks": has_blocks, "log_base": math.e if natural else 2.0}
     functions = (call["score_mod"], mask)
     captured = (call.get("score_mod_other_buffers", ()), call.get("mask_mod_other_buffers", ()))
     with graph.inserting_before(node):
@@ -99,8 +101,8 @@ def attention(
         log_base: in which the second and the third result are.
 
     Returns:
-        output (B, H, T, Dv) in the dtype of the query; log-sum-exp and largest score of each row, (B, H, T), in
-        float32 or that of float64 operands. The largest has no gradient.
+        output (B, H, T, Dv) in the dtype of the query; log-sum-exp and largest score of each row, (B, H, T),
+        in float32 or that of float64 operands. The largest has no gradient.
 
     Raises:
         NotPureError: it is not known what the functions do.
@@ -160,7 +162,9 @@ def _mask(function: IndexFunction, indices: Indices, has_blocks: bool) -> Tensor
         return None
     mask = function.over(*indices)
     if not mask.dim():
-        raise FunctionNotUnderstood("has a mask function that says the same everywhere: its blocks are the mask")
+        raise FunctionNotUnderstood(
+            "has a mask function that is the same everywhere: its blocks are the mask"
+        )
     if mask.dtype != torch.bool:
         raise FunctionNotUnderstood(f"has a mask function that returns {mask.dtype}")
     return mask
@@ -178,7 +182,7 @@ def _without_autocast(device: str) -> Iterator[torch.dtype | None]:
     """Within: autocast is off. Gives the dtype that it would cast operands of the op to, None if none."""
     key = AUTOCAST.get(device)
     casts = key is not None and torch.is_autocast_enabled(device) and key in FLEX.py_kernels
-    keys = torch._C.DispatchKeySet(DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(DispatchKey.AutocastCUDA)
+    keys = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, AUTOCAST.values()))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield torch.get_autocast_dtype(device) if casts else None
 

@@ -47,7 +47,14 @@ class FunctionNotUnderstood(Exception):
 
 
 class Indices(NamedTuple):
-    """Where elements of scores (B, H, T, S) are, int64: (B, 1, 1, 1), (1, H, 1, 1), (1, 1, T, 1), (1, 1, 1, S)."""
+    """Where elements of scores (B, H, T, S) are, int64.
+
+    Attributes:
+        batch: (B, 1, 1, 1).
+        head: (1, H, 1, 1).
+        row: (1, 1, T, 1).
+        column: (1, 1, 1, S).
+    """
 
     batch: Tensor
     head: Tensor
@@ -105,7 +112,11 @@ class IndexFunction:
     """
 
     def __init__(
-        self, function: GraphModule, dtype: torch.dtype | None, device: torch.device, captured: tuple[Any, ...]
+        self,
+        function: GraphModule,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        captured: tuple[Any, ...],
     ) -> None:
         self.captured = captured
         _refuse_modes(function)
@@ -158,7 +169,7 @@ class IndexFunction:
 
 
 def _refuse_modes(function: GraphModule) -> None:
-    """A function may not switch modes, or call graphs of its own: its ops alone do not show what that does."""
+    """A function may not switch modes, or call graphs of its own: its ops do not show what that does."""
     for node in function.graph.nodes:
         switches = getattr(node.target, "__module__", None) in ("torch._C", "torch.amp.autocast_mode")
         region = isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -234,8 +245,8 @@ def _filled(node: Node, number: Any) -> Tensor:
 def _elementwise(node: Node, args: Any, kwargs: Any, indices: Indices) -> Spread:
     """An op on single elements, on all of them.
 
-    Which dtype an op computes in depends on which operands have dims: here all have, as before none had. Only a
-    number of the dtype that all others have may stay one.
+    Which dtype an op computes in depends on which operands have dims: here all have, as before none had. Only
+    a number of the dtype that all others have may stay one.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     operands = {id(v): v if isinstance(v, Tensor) else _spread(v, indices) for v in leaves if _is_value(v)}
@@ -330,4 +341,6 @@ def _gathered(taken: Taken, indices: Indices) -> Tensor:
 def _axis(place: Tensor, size: Any, indices: Indices) -> int | None:
     """Which of the four indices a place is, if these go through all of a dim of this size."""
     found = next((k for k, index in enumerate(indices) if index is place), None)
-    return found if found is not None and expression(indices[found].shape[found]) == expression(size) else None
+    return (
+        found if found is not None and expression(indices[found].shape[found]) == expression(size) else None
+    )

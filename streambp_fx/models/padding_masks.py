@@ -1,9 +1,9 @@
 """Masks of FlexAttention as transformers makes them: with the padding whatever the padding says.
 
-transformers leaves the padding out of the mask function where no token is padding. Which it is, is asked of the
-tensor, and a graph cannot branch on that. A mask function with a padding of ones says the same, so while Dynamo
-traces for this project the question is not asked. Nor is `create_block_mask` asked to compile itself: it would
-warn that this is not necessary, and a graph cannot do that either.
+transformers leaves the padding out of the mask function where no token is padding. Which it is, is asked of
+the tensor, and a graph cannot branch on that. A mask function with a padding of ones says the same, so while
+Dynamo traces for this project the question is not asked. Nor is `create_block_mask` asked to compile itself:
+it would warn that this is not necessary, and a graph cannot do that either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of one element, called on all elements at once, give what `torch.vmap` makes of them, or are refused."""
+"""Functions of one element, called on all at once, give what `torch.vmap` makes of them, or are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 3, 3, 3]])
 SCORES = torch.randn(B, H, T, S, generator=torch.Generator().manual_seed(0))
 SLOPES = torch.tensor([0.5, 0.25, 0.125])
 TABLE = torch.linspace(-1, 1, 40).view(2, 20)
-DOUBLE, WHOLE, SMALL = torch.tensor(0.1, dtype=torch.float64), torch.tensor(3), torch.tensor(200, dtype=torch.uint8)
+DOUBLE, WHOLE, SMALL = (
+    torch.tensor(0.1, dtype=torch.float64),
+    torch.tensor(3),
+    torch.tensor(200, dtype=torch.uint8),
+)
 BIAS = torch.linspace(0, 3, B * T * S).view(B, 1, T, S)
 
 Function = Callable[..., Any]
