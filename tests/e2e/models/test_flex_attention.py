@@ -301,7 +301,8 @@ def without_gradients(s: Any, b: Any, h: Any, i: Any, j: Any, layer: Any, ids: T
 
 
 def of_vectors(s: Any, b: Any, h: Any, i: Any, j: Any, layer: Any, ids: Tensor) -> Any:
-    return s + (layer.distances.t()[i] * layer.distances.t()[j]).sum()
+    table = layer.distances.detach().t()
+    return s + (table[i] * table[j]).sum()
 
 
 def reads_tables(layer: Any, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
