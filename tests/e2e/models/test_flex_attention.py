@@ -28,7 +28,7 @@ from e2e_check import (
     step,
     transform,
 )
-from e2e_models import build, padded, plain, sample
+from e2e_models import build, padded, sample
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -227,7 +227,7 @@ CASES: dict[str, tuple[Attention, Reach]] = {
     "log-sum-exp": (sinks, Reach.CAUSAL),
     "changes in place": (in_place, Reach.CAUSAL),
 }  # fmt: skip
-DEFAULT = ("documents", "padding, and rows that see nothing", "masked by scores", "alibi")
+DEFAULT = ("padding, and rows that see nothing", "masked by scores", "alibi")
 
 
 def both(attention: Attention, batches: dict[str, Any], unchunked: int = 0, **sizes: Any) -> Any:
@@ -406,7 +406,7 @@ def test_autocast(case: str) -> None:
 
 
 FAMILIES = ("llama", "mistral", "gemma2", "qwen3", "gemma3_text", "cohere2")
-BATCHES = {"right": padded(33, "right"), "left": padded(57, "left", (0, 13, 4)), "whole": plain(2, 40)}
+BATCHES = {"right": padded(33, "right"), "left": padded(57, "left", (0, 13, 4))}
 
 
 @pytest.mark.parametrize("family", sample(FAMILIES, "gemma2"))
