@@ -23,6 +23,7 @@ from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_float
 from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame, unwrapped
 from .errors import CompileError
 from .models.experts import declare_experts
+from .models.padding_masks import trace_padding_masks
 from .models.recorded_outputs import trace_recorders
 from .models.recurrences import declare_recurrences
 from .options import Options
@@ -113,6 +114,7 @@ def _options(given: object) -> Options:
 
 setattr(streambp, MARK, True)
 trace_recorders()
+trace_padding_masks()
 
 
 def compile_graph(

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .determinism import is_deterministic
-from .functionalization import HookError, Memory, MutationError, drops_nothing, unwrapped
+from .functionalization import HookError, Memory, MutationError, NotPureError, drops_nothing, unwrapped
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -131,7 +131,11 @@ class Retrace(Interpreter):
         given = self.memory.versions([self.env[a] for a in n.all_input_nodes])
         if n.target is torch._C._set_grad_enabled:
             self.memory.synchronize()
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except NotPureError as error:
+            error.node = error.node or n
+            raise
         self.memory.see(result)
         self.memory.check(given, n)
         if any(map(_is_hooked, (v.tensor for v in given))):

@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 # Packages whose ops have tags that say whether they draw random numbers.
-TAGGED = ("aten", "prims", "streambp_fx")
+TAGGED = ("aten", "prim", "prims", "streambp_fx")
 # Ops of others that are functions of their operands, by name. One that is missing is taken to draw random
 # numbers. Ops that have a rule are added by it.
 DETERMINISTIC: set[Any] = {

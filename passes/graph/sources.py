@@ -6,8 +6,8 @@ import re
 
 import torch
 
-# Where functions are that are captured in the place of a model's: it is the model's line that is wanted.
-STANDS_IN = "/streambp_fx/models/"
+# Where functions are that stand between a model and its ops: it is the model's line that is wanted.
+STANDS_IN = ("/streambp_fx/models/", "/torch/nn/attention/")
 IN_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
@@ -48,7 +48,7 @@ def source_line(node: torch.fx.Node) -> str:
     lines = [line.rstrip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     for position in range(len(lines) - 1, -1, -1):
         text = lines[position].strip()
-        if text.startswith("File ") and STANDS_IN not in text:
+        if text.startswith("File ") and not any(folder in text for folder in STANDS_IN):
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
             code = lines[position + 1].strip() if position + 1 < len(lines) else ""
             return f"{file}:{line}: {code}"

@@ -51,7 +51,10 @@ def reduce_all(ctx: RuleContext, node: Node) -> Layout:
     return ()
 
 
-@rule(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
+@rule(
+    *(aten.softmax.int, aten._softmax.default, aten._safe_softmax.default),
+    *(aten.log_softmax.int, aten._log_softmax.default),
+)
 def softmax(ctx: RuleContext, node: Node) -> Layout:
     """Along a column axis the rows stay apart: each row is normalised over what it reads."""
     call = arguments(node)

@@ -28,6 +28,7 @@ from ..graph.functionalization import (
 from ..graph.sources import source_expression, source_name
 from ..graph.symbols import Lengths, SymbolTable, new_fake_mode
 from ..graph.tracing import trace
+from .flex_attention import with_plain_attention
 from .refused_effects import refuse_effects, refuse_regions, refuse_strides, refuse_transforms
 
 
@@ -75,6 +76,7 @@ def capture(
         example_inputs: its inputs (real or fake tensors, ints, SymInts).
         lengths: which sizes are the sequence length; None keeps every symbol apart.
     """
+    given, module = module, with_plain_attention(module)
     refuse_transforms(module)
     mode = new_fake_mode()
     assert mode.shape_env is not None
@@ -89,7 +91,7 @@ def capture(
     refuse_regions(traced.graph.nodes)
     refuse_strides(traced.graph.nodes)
     if lengths is not None and not lengths.fixed and _coincide(table, lengths):
-        return capture(module, example_inputs, dataclasses.replace(lengths, fixed=True))
+        return capture(given, example_inputs, dataclasses.replace(lengths, fixed=True))
     result = CapturedGraph(traced, autocast=is_autocast_on(traced))
     result.guards = [guard.expr for guard in mode.shape_env.guards]
     result.values = table.values()

@@ -209,7 +209,10 @@ def normalised_dim(node: Node) -> int | None:
     return normalize_dim(arguments(node)["dim"], tensors_of(node)[0].dim())
 
 
-SOFTMAXES = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default}
+SOFTMAXES = {
+    aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int,
+    aten._log_softmax.default,
+}  # fmt: skip
 CASTS = (
     aten.to.dtype, aten.to.other, aten.to.device, aten.to.dtype_layout, aten._to_copy.default,
     aten.type_as.default, aten.clone.default, aten.contiguous.default, aten.reshape.default,

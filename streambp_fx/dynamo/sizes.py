@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from ..passes.s1_capture.capture import float_symbol
 from ..passes.s1_capture.sequence_length import is_called, lengths_read
 from ..versions.differences import DYNAMIC_DIMS
+from .block_masks import declare_lengths, remove_lengths, table_sizes
 
 # Set on an input tensor; read by Dynamo, and no guard depends on it.
 MARK = DYNAMIC_DIMS
@@ -43,8 +44,10 @@ def declare_dynamic(
     tensors = _tensor_inputs(module, example_inputs)
     found = [_named(tensors, seq_dim)] if seq_dim else [_of_read_lengths(module, tensors)]
     found.append(_one_off(module, tensors))
+    tables = table_sizes(module)
+    found[0] += [(v, tables[n]) for n, v in tensors if tables.get(n)]
     for wanted in found:
-        if _declare(wanted):
+        if _declare(wanted) | declare_lengths(module):
             trace_again("the sequence length as a symbol")
 
 
@@ -130,7 +133,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def remove_declarations(module: GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Leave the user's tensors as they were."""
+    """Leave the user's tensors, and PyTorch's settings, as they were."""
+    remove_lengths()
     for _, value in _tensor_inputs(module, example_inputs):
         dims = getattr(value, OURS, None)
         if dims:

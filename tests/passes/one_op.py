@@ -46,7 +46,10 @@ from streambp_fx.passes.step.instructions import BY_COLUMNS, Buffer, BufferKind
 
 aten = torch.ops.aten
 PLAIN, OUTER, INNER, SCORES = "plain", "outer", "inner", "scores"
-OVER_COLUMNS = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default}
+OVER_COLUMNS = {
+    aten.softmax.int, aten._softmax.default, aten._safe_softmax.default, aten.log_softmax.int,
+    aten._log_softmax.default,
+}  # fmt: skip
 
 
 class Unsuited(Exception):

@@ -227,6 +227,10 @@ def normalisations() -> Iterator[Sample]:
     for op in (aten._softmax.default, aten._log_softmax.default):
         yield op, (x, -1, False), {}
         yield op, (x, -3, False), {}
+    unseen = x.masked_fill(torch.arange(L)[:, None] < 2, -torch.inf)  # rows of minus infinity alone
+    for dim in (-1, 0):
+        yield aten._safe_softmax.default, (x, dim), {}
+        yield aten._safe_softmax.default, (unseen, dim), {}
     yield aten.layer_norm.default, (x, [4]), {}
     yield aten.layer_norm.default, (x, [4], floats(4)), {}
     yield aten.layer_norm.default, (x, [4], None, floats(4), 0.1), {}

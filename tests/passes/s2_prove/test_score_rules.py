@@ -34,6 +34,10 @@ def alibi(h: Tensor) -> Tensor:
 # What must be streamed causally: the last value is the reach of the scores.
 CAUSAL: dict[str, Weights] = {
     "masked_fill": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1),
+    "safe": lambda s, h, o: aten._safe_softmax(s.masked_fill(h, -INF), -1),
+    "safe, where nothing is seen": lambda s, h, o: aten._safe_softmax(
+        torch.where(o, -INF, s).masked_fill(h, -INF), -1
+    ),
     "masked_fill low": lambda s, h, o: s.masked_fill(h, LOW).softmax(-1),
     "masked_fill tensor": lambda s, h, o: s.masked_fill(h, torch.tensor(-INF)).softmax(-1),
     "masked_fill twice": lambda s, h, o: s.masked_fill(o, -INF).masked_fill(h, -INF).softmax(-1),
