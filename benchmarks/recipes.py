@@ -22,7 +22,10 @@ from streambp_fx.options import Options
 from streambp_fx.plan import Plan, Planner, model_on_meta
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
-BEGIN, END = "<!-- predicted: written by python -m benchmarks.recipes --docs -->", "<!-- end of what is predicted -->"
+BEGIN, END = (
+    "<!-- predicted: written by python -m benchmarks.recipes --docs -->",
+    "<!-- end of what is predicted -->",
+)
 #: What TRL's trainers ask of their loss head, beside the log-probabilities.
 HEADS = {"sft": ("log_probs", "entropy", "is_top1"), "grpo": ("log_probs", "entropy")}
 HEADS["dpo"] = HEADS["sft"]
@@ -140,7 +143,16 @@ def cache_bytes(case: Case, sequences: int = 8) -> int:
 
 def table(found: Sequence[tuple[Case, Plan]]) -> list[str]:
     """A table in Markdown, and a line on the memory of generation."""
-    titles = ("recipe", "model", "GPU", "tokens", "predicted peak", "kept elsewhere", "longest", "work of a step")
+    titles = (
+        "recipe",
+        "model",
+        "GPU",
+        "tokens",
+        "predicted peak",
+        "kept elsewhere",
+        "longest",
+        "work of a step",
+    )
     rows = [titles, ("---",) * len(titles)]
     for case, plan in found:
         options = "".join(f" --{n.replace('_', '-')} {v}" for n, v in case.settings)
@@ -148,7 +160,9 @@ def table(found: Sequence[tuple[Case, Plan]]) -> list[str]:
         place = f"{plan.offloaded_bytes / GIB:.1f} GiB, {case.offload}" if plan.offloaded_bytes else "-"
         peak = f"{plan.peak_bytes / GIB:.1f} of {LEFT[case.gpu].removesuffix('GiB')} GiB"
         sizes = (tokens, peak if plan.fits else f"{peak}: too much", place, f"{plan.max_seq_len:,}")
-        rows.append((f"`{case.recipe}{options}`", case.model, case.gpu, *sizes, f"{plan.flops / 1e15:.1f} PFLOP"))
+        rows.append(
+            (f"`{case.recipe}{options}`", case.model, case.gpu, *sizes, f"{plan.flops / 1e15:.1f} PFLOP")
+        )
     drawn = next(case for case in CASES if case.recipe == "grpo")
     cache = f"{cache_bytes(drawn) / GIB:.1f} GiB"
     said = f"While `grpo` draws 8 completions of {drawn.seq_len:,} tokens, their keys and values take {cache} beside the"

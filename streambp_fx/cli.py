@@ -298,11 +298,16 @@ def _add_recipe(commands: argparse._SubParsersAction) -> None:
     recipe.add_argument("--show", action="store_true", help="print the script instead of running it")
     recipe.add_argument("--gpu", metavar="SIZE", help="of sft-lora: 24GB (default), 48GB or 80GB")
     recipe.add_argument(
-        "--seq-len", type=at_least(2), metavar="N", help="tokens of a sequence (default: what the script says)"
+        "--seq-len",
+        type=at_least(2),
+        metavar="N",
+        help="tokens of a sequence (default: what the script says)",
     )
     recipe.add_argument("--chunk", type=at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
     recipe.add_argument(
-        "--offload", choices=CHOICES["offload"], help="where what is kept lies (default: what the script says)"
+        "--offload",
+        choices=CHOICES["offload"],
+        help="where what is kept lies (default: what the script says)",
     )
     recipe.add_argument(
         "--max-steps", type=at_least(1), metavar="N", help="steps of the optimizer (default: all of the data)"
@@ -371,7 +376,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from .errors import CaptureError, OutputError, PlanError, RecipeError, StreamBPError, VerificationError
+        from .errors import (
+            CaptureError,
+            OutputError,
+            PlanError,
+            RecipeError,
+            StreamBPError,
+            VerificationError,
+        )
         from .measure.step import MeasurementError, WorkerError
         from .models.loading import ModelSourceError
 

@@ -191,7 +191,9 @@ def checked_data(source: str | None, recipe: Recipe) -> Path:
         with path.open(encoding="utf-8") as lines:
             first = json.loads(next((line for line in lines if line.strip()), ""))
     except ValueError as error:
-        raise RecipeError(f"--data {source}: its first line is no JSON ({error}); wanted: {wanted}") from error
+        raise RecipeError(
+            f"--data {source}: its first line is no JSON ({error}); wanted: {wanted}"
+        ) from error
     found = set(first) if isinstance(first, dict) else set()
     if not any(found >= set(fields) for fields in recipe.fields):
         has = f"the fields {', '.join(sorted(found))}" if found else f"a {type(first).__name__}"
