@@ -1,6 +1,6 @@
-"""What is predicted of the recipes at their real sizes: `python -m benchmarks.recipes`, `--docs` writes the page.
+"""What is predicted of the recipes at their real sizes: `python -m benchmarks.recipes [--docs]`.
 
-Nothing is run, and no weight is allocated: models are on the meta device. TRL's loss head is put on the models
+Nothing is run, and no weight is allocated: models are on the meta device. TRL's loss head is put on those
 that TRL trains, so that the step that is planned is the one that runs. Takes some minutes.
 """
 
@@ -30,7 +30,7 @@ BEGIN, END = (
 HEADS = {"sft": ("log_probs", "entropy", "is_top1"), "grpo": ("log_probs", "entropy")}
 HEADS["dpo"] = HEADS["sft"]
 GIB = 2**30
-#: Of a GPU's memory, what is left to PyTorch's tensors: its own context and what lies between tensors takes the rest.
+#: Of a GPU's memory, what is left to tensors: CUDA itself and what lies unused between tensors take the rest.
 LEFT = {"24GB": "22GiB", "48GB": "44GiB", "80GB": "74GiB"}
 
 
@@ -165,8 +165,8 @@ def table(found: Sequence[tuple[Case, Plan]]) -> list[str]:
         )
     drawn = next(case for case in CASES if case.recipe == "grpo")
     cache = f"{cache_bytes(drawn) / GIB:.1f} GiB"
-    said = f"While `grpo` draws 8 completions of {drawn.seq_len:,} tokens, their keys and values take {cache} beside the"
-    return [*("| " + " | ".join(row) + " |" for row in rows), "", f"{said} weights."]
+    said = f"While `grpo` draws 8 completions of {drawn.seq_len:,} tokens, their keys and values take {cache}"
+    return [*("| " + " | ".join(row) + " |" for row in rows), "", f"{said} beside the weights."]
 
 
 def section() -> str:

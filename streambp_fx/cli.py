@@ -288,8 +288,7 @@ def _add_recipe(commands: argparse._SubParsersAction) -> None:
     recipe = commands.add_parser(
         "recipe",
         help="training scripts for long sequences: list them, print one to copy, or run one",
-        description="Train with a script that comes with the package. Without a NAME: a list of them. Exit status: "
-        "0 if it was run, 2 for bad input.",
+        description="Train with a script that comes with the package. Without a NAME: a list of them.",
     )
     recipe.add_argument("name", metavar="NAME", nargs="?", help="of a recipe (default: list them)")
     recipe.add_argument("--model", metavar="PATH", help="a folder with a model and its tokenizer")
@@ -310,7 +309,7 @@ def _add_recipe(commands: argparse._SubParsersAction) -> None:
         help="where what is kept lies (default: what the script says)",
     )
     recipe.add_argument(
-        "--max-steps", type=at_least(1), metavar="N", help="steps of the optimizer (default: all of the data)"
+        "--max-steps", type=at_least(1), metavar="N", help="then stop (default: all the data)"
     )
     recipe.set_defaults(handler=_recipe)
 

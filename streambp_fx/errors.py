@@ -28,7 +28,7 @@ class PlanError(StreamBPError, ValueError):
 
 
 class RecipeError(StreamBPError, ValueError):
-    """A recipe that cannot be run: no such recipe, a package, model or file that is missing, a strange line."""
+    """A recipe that cannot be run: an unknown name, or a package, model or file that is missing or unfit."""
 
 
 class UnknownPassError(StreamBPError, ValueError):

@@ -1,4 +1,4 @@
-"""A plugin for Axolotl. Put this file beside the config, which names it: plugins: [axolotl_streambp.StreamBPPlugin]"""
+"""A plugin for Axolotl, which the config names: plugins: [axolotl_streambp.StreamBPPlugin]"""
 
 from axolotl.integrations.base import BasePlugin
 

@@ -13,8 +13,8 @@ class LanguageModel(lightning.LightningModule):
     def __init__(self, streamed: bool) -> None:
         super().__init__()
         config = LlamaConfig(
-            vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
+            vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2,
         )  # fmt: skip
         self.model = AutoModelForCausalLM.from_config(config)
         self.streamed, self.losses = streamed, []
@@ -25,7 +25,7 @@ class LanguageModel(lightning.LightningModule):
             streambp_fx.transform(self.model, chunk=128)  # the one line
 
     def on_train_start(self):
-        """Models of transformers come in evaluation mode, in which nothing is streamed, and Lightning keeps it."""
+        """A model that comes in evaluation mode stays in it, and nothing is streamed then."""
         self.train()
 
     def training_step(self, ids):

@@ -1,4 +1,4 @@
-"""LLaMA-Factory with streaming: `python llama_factory.py config.yaml` in the place of `llamafactory-cli train`."""
+"""LLaMA-Factory: `python llama_factory.py config.yaml` in the place of `llamafactory-cli train`."""
 
 from llamafactory.train.tuner import run_exp
 

@@ -1,1 +1,1 @@
-"""Training scripts to copy, each of one screen: `streambp-fx recipe NAME --model PATH --data FILE` runs them."""
+"""Training scripts of one screen, to copy; `streambp-fx recipe NAME --model PATH --data FILE` runs them."""

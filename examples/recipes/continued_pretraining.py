@@ -5,6 +5,7 @@ The inputs of the layers go to a temporary file: set TMPDIR to a folder on a fas
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from streambp_fx.integrations import StreamBPCallback
 
 
-def sequences(path: str, tokenizer: AutoTokenizer, seq_len: int) -> Iterator[dict[str, list[int]]]:
-    """The texts of a file as token ids and labels, `seq_len` tokens each; what is left at the end is dropped."""
+def sequences(path: str, tokenizer: Any, seq_len: int) -> Iterator[dict[str, list[int]]]:
+    """The texts of a file as token ids and labels, `seq_len` tokens each; a shorter rest is dropped."""
     ids: list[int] = []
     for row in load_dataset("json", data_files=path, split="train"):
         ids += [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]
@@ -40,7 +41,7 @@ def train(
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     trainer = Trainer(
-        # In bfloat16 most steps would be too small to change a weight. The products are in bfloat16 all the same.
+        # In bfloat16 most steps would be too small to change a weight. Products are in bfloat16 all the same.
         model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         processing_class=tokenizer,
         train_dataset=Dataset.from_generator(

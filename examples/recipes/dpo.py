@@ -23,8 +23,8 @@ def train(
 ) -> DPOTrainer:
     """Train the model in a folder on the pairs in a file, and write the adapter to another folder.
 
-    A step holds both answers of a pair; prompt and answer are cut at `seq_len` tokens. `chunk` and `offload` are
-    options of streaming. Training ends after `max_steps` steps; -1: after one pass over the data.
+    A step holds both answers of a pair; prompt and answer are cut at `seq_len` tokens. `chunk` and `offload`
+    are options of streaming. Training ends after `max_steps` steps; -1: after one pass over the data.
     """
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),

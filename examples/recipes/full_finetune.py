@@ -28,7 +28,7 @@ def train(
     after `max_steps` steps; -1: after one pass over the data.
     """
     trainer = SFTTrainer(
-        # In bfloat16 most steps would be too small to change a weight. The products are in bfloat16 all the same.
+        # In bfloat16 most steps would be too small to change a weight. Products are in bfloat16 all the same.
         model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=load_dataset("json", data_files=data, split="train"),

@@ -1,7 +1,7 @@
-"""Group relative policy optimisation (GRPO) of an 8B model with long completions and LoRA, on one GPU of 80 GB.
+"""Group relative policy optimisation (GRPO) of an 8B model, long completions and LoRA, on one GPU of 80 GB.
 
-Data: JSON Lines, one problem a line, {"prompt": "...", "answer": "..."}. A completion is worth 1 if it ends with
-the answer, and else 0: write a `reward` of your own.
+Data: JSON Lines, one problem a line, {"prompt": "...", "answer": "..."}. A completion is worth 1 if it ends
+with the answer, and else 0: write a `reward` of your own.
 """
 
 from datasets import load_dataset
@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 from streambp_fx.integrations import StreamBPCallback
 
 
-def reward(completions: list[str], answer: list[str], **_: object) -> list[float]:
+def reward(completions: list[str], answer: list[str], **_: object) -> list[float | None]:
     """One number for each completion; other columns of the data come by their names."""
     return [float(text.strip().endswith(right)) for text, right in zip(completions, answer, strict=True)]
 

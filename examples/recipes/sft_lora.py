@@ -28,8 +28,8 @@ def train(
 ) -> SFTTrainer:
     """Fine-tune the model in a folder on the examples in a file, and write the adapter to another folder.
 
-    Longer examples are cut at `seq_len` tokens (None: what `SEQ_LEN` says of `gpu`). `chunk` and `offload` are
-    options of streaming. Training ends after `max_steps` steps; -1: after one pass over the data.
+    Longer examples are cut at `seq_len` tokens (None: what `SEQ_LEN` says of `gpu`). `chunk` and `offload`
+    are options of streaming. Training ends after `max_steps` steps; -1: after one pass over the data.
     """
     trainer = SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),

@@ -206,7 +206,7 @@ def _check_settings(recipe: Recipe, train: Callable[..., Any], settings: dict[st
     strange = [f"--{n.replace('_', '-')}" for n in settings if n not in known]
     if strange:
         raise RecipeError(f"{recipe.name} has no {', no '.join(strange)}")
-    sizes = getattr(sys.modules[train.__module__], "SEQ_LEN", None)
+    sizes: dict[str, int] = getattr(sys.modules[train.__module__], "SEQ_LEN", {})
     if "gpu" in settings and settings["gpu"] not in sizes:
         raise RecipeError(f"--gpu {settings['gpu']}: {recipe.name} has settings for {', '.join(sizes)}")
 
@@ -224,8 +224,8 @@ def notes(recipe: Recipe, train: Callable[..., Any], settings: dict[str, Any], m
     length, positions = sequence_length(train, settings), config.get("max_position_embeddings")
     if isinstance(positions, int) and positions < length:
         yield (
-            f"the model's config has {positions:,} positions, and sequences may have {length:,} tokens: see the "
-            "model's card for how to extend them (often rope_parameters in config.json), or give --seq-len"
+            f"the model's config has {positions:,} positions, and sequences may have {length:,} tokens: "
+            "see the model's card for how to extend them (often rope_parameters in config.json), or give --seq-len"
         )
 
 

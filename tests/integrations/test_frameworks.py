@@ -1,4 +1,4 @@
-"""Frameworks above: the scripts of `examples/frameworks/`, streamed and unstreamed, where the framework is installed."""
+"""The scripts of `examples/frameworks/`, streamed and unstreamed, where the framework is installed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class _Later:
 # ---- Lightning
 
 
-@pytest.mark.parametrize("name", ["fabric_loop", "lightning_module"])
+@pytest.mark.parametrize("name", ["fabric_loop", pytest.param("lightning_module", marks=pytest.mark.slow)])
 def test_lightning(name: str, capsys: Any) -> None:
     assert_same_losses(script(name, "lightning"), capsys)
 

@@ -1,4 +1,4 @@
-"""The scripts of `examples/recipes/`, run by the command at toy size: streamed, with the losses of unstreamed runs."""
+"""The scripts of `examples/recipes/`, run by the command at toy size, with the losses of unstreamed runs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_preferences_and_rewards(name: str, toy: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_full_finetune_in_mixed_precision(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """As on a GPU: float32 weights under autocast. TRL's own loss head runs then, which is planned as streamed."""
+    """As on a GPU: float32 weights under autocast. TRL's own loss head runs then, planned as streamed."""
     module = importlib.import_module(f"{PACKAGE}.full_finetune")
     made, over = module.SFTConfig, {"bf16": True, "use_cpu": True}
     monkeypatch.setattr(module, "SFTConfig", lambda *args, **given: made(*args, **{**given, **over}))
@@ -230,11 +230,12 @@ def test_scripts_and_their_entries_belong_together() -> None:
         imported = {
             a.module.split(".")[0] for a in ast.walk(ast.parse(text)) if isinstance(a, ast.ImportFrom)
         }
-        known = {"streambp_fx", "transformers", "torch", "collections"}
+        known = {"streambp_fx", "transformers", "torch", "collections", "typing"}
         assert imported - known <= set(recipe.packages)
         assert f"{{literalinclude}} ../examples/recipes/{recipe.file}" in page
 
 
+@pytest.mark.slow
 def test_the_notebook(tmp_path: Path, monkeypatch: Any) -> None:
     """All cells run one after the other, and print what the file shows of the schedule."""
     nbformat = pytest.importorskip("nbformat")
