@@ -288,7 +288,6 @@ def _add_recipe(commands: argparse._SubParsersAction) -> None:
     recipe = commands.add_parser(
         "recipe",
         help="training scripts for long sequences: list them, print one to copy, or run one",
-        description="Train with a script that comes with the package. Without a NAME: a list of them.",
     )
     recipe.add_argument("name", metavar="NAME", nargs="?", help="of a recipe (default: list them)")
     recipe.add_argument("--model", metavar="PATH", help="a folder with a model and its tokenizer")

@@ -225,7 +225,7 @@ def notes(recipe: Recipe, train: Callable[..., Any], settings: dict[str, Any], m
     if isinstance(positions, int) and positions < length:
         yield (
             f"the model's config has {positions:,} positions, and sequences may have {length:,} tokens: "
-            "see the model's card for how to extend them (often rope_parameters in config.json), or give --seq-len"
+            "see the model's card for how to extend them (often rope_parameters in config.json)"
         )
 
 

@@ -154,10 +154,10 @@ def test_llama_factory(toy: Path) -> None:
         "learning_rate": 1e-3, "report_to": "none", "disable_gradient_checkpointing": True,
         "save_strategy": "no", "use_cpu": True,
     }  # fmt: skip
-    (toy / "config.json").write_text(json.dumps(settings))
+    (toy / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
     plain = "from llamafactory.train.tuner import run_exp; run_exp()"
-    got = logged(FOLDER / "llama_factory.py", toy / "config.json", cwd=toy)
-    assert_same_log(got, logged("-c", plain, toy / "config.json", cwd=toy))
+    got = logged(FOLDER / "llama_factory.py", toy / "config.yaml", cwd=toy)
+    assert_same_log(got, logged("-c", plain, toy / "config.yaml", cwd=toy))
 
 
 @pytest.mark.slow

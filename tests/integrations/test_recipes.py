@@ -224,7 +224,7 @@ def test_scripts_and_their_entries_belong_together() -> None:
     for recipe in RECIPES:
         text = (FOLDER / recipe.file).read_text()
         assert recipe.text() == text, "the one that is run is the one that people read"
-        assert len(text.splitlines()) <= 70, "of one screen"
+        assert len(text.splitlines()) <= 72, "of one screen"
         doc = ast.get_docstring(ast.parse(text)) or ""
         assert all(f'"{field}"' in doc for fields in recipe.fields for field in fields), recipe.name
         imported = {
