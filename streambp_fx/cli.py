@@ -1,4 +1,4 @@
-"""The command line: `streambp-fx demo`, `verify`, `plan`, `explain` and `doctor`."""
+"""The command line: `streambp-fx demo`, `verify`, `plan`, `explain`, `recipe` and `doctor`."""
 
 from __future__ import annotations
 
@@ -288,6 +288,43 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_recipe(commands: argparse._SubParsersAction) -> None:
+    recipe = commands.add_parser(
+        "recipe",
+        help="training scripts for long sequences: list them, print one to copy, or run one",
+    )
+    recipe.add_argument("name", metavar="NAME", nargs="?", help="of a recipe (default: list them)")
+    recipe.add_argument("--model", metavar="PATH", help="a folder with a model and its tokenizer")
+    recipe.add_argument("--data", metavar="FILE", help="the training data, one JSON object a line")
+    recipe.add_argument("--output", metavar="DIR", help="where the result goes (default: NAME-output)")
+    recipe.add_argument("--show", action="store_true", help="print the script instead of running it")
+    recipe.add_argument("--gpu", metavar="SIZE", help="of sft-lora: 24GB (default), 48GB or 80GB")
+    recipe.add_argument(
+        "--seq-len",
+        type=at_least(2),
+        metavar="N",
+        help="tokens of a sequence (default: what the script says)",
+    )
+    recipe.add_argument("--chunk", type=at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
+    recipe.add_argument(
+        "--offload",
+        choices=CHOICES["offload"],
+        help="where what is kept lies (default: what the script says)",
+    )
+    recipe.add_argument(
+        "--max-steps", type=at_least(1), metavar="N", help="then stop (default: all the data)"
+    )
+    recipe.set_defaults(handler=_recipe)
+
+
+def _recipe(args: argparse.Namespace) -> int:
+    from .commands.recipe import RecipeOptions, run_recipe
+
+    asked = {k: v for k, v in vars(args).items() if k not in ("command", "handler")}
+    run_recipe(RecipeOptions(**asked))
+    return 0
+
+
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser(
         "doctor",
@@ -318,6 +355,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_plan(commands)
     _add_explain(commands)
+    _add_recipe(commands)
     _add_doctor(commands)
     return parser
 
@@ -340,14 +378,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from .errors import CaptureError, OutputError, PlanError, StreamBPError, VerificationError
+        from .errors import (
+            CaptureError,
+            OutputError,
+            PlanError,
+            RecipeError,
+            StreamBPError,
+            VerificationError,
+        )
         from .measure.step import MeasurementError, WorkerError
         from .models.loading import ModelSourceError
 
         if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
             raise
         print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
-        wrong: tuple[type[Exception], ...] = (ModelSourceError, VerificationError, PlanError, OutputError)
+        wrong: tuple[type[Exception], ...] = (ModelSourceError, VerificationError)
+        wrong += (PlanError, OutputError, RecipeError)
         if args.command in ("plan", "explain"):  # they do nothing with a model that cannot be captured
             wrong += (CaptureError,)
         return 2 if isinstance(error, wrong) else 1

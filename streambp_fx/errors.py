@@ -27,6 +27,10 @@ class PlanError(StreamBPError, ValueError):
     """A plan that cannot be made: an unknown model, a unit that is none, a budget below one chunk."""
 
 
+class RecipeError(StreamBPError, ValueError):
+    """A recipe that cannot be run: an unknown name, or a package, model or file that is missing or unfit."""
+
+
 class UnknownPassError(StreamBPError, ValueError):
     """A name that no pass has. The message lists the names there are, and the nearest one."""
 

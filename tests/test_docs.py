@@ -17,7 +17,7 @@ import streambp_fx
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md")) + sorted((DOCS / "decisions").glob("*.md"))
+PAGES = [p for folder in (".", "decisions", "frameworks") for p in sorted((DOCS / folder).glob("*.md"))]
 
 
 def text(page: str) -> str:
@@ -150,6 +150,8 @@ def test_included_files_are_there(page: Path) -> None:
 def test_every_page_can_be_reached_and_every_example_is_in_the_guide() -> None:
     listed = set(re.findall(r"^(\w+(?:/\w+)?)$", text("index.md"), re.M))
     assert {page.stem for page in DOCS.glob("*.md")} - {"index"} <= listed
+    frameworks = set(re.findall(r"^(\w+)$", text("frameworks/index.md"), re.M))
+    assert {page.stem for page in (DOCS / "frameworks").glob("*.md")} - {"index"} <= frameworks
     for example in (ROOT / "examples").glob("*.py"):
         assert f"{{literalinclude}} ../examples/{example.name}" in text("guide.md") + text("trainers.md")
         assert f"_generated/{example.stem}.txt" in "".join(page.read_text() for page in PAGES)

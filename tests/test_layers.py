@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "streambp_fx"
+# Subpackages that lie elsewhere in the repository.
+MOVED = {"passes": ROOT / "passes", "recipes": ROOT / "examples" / "recipes"}
 MOST_FILES = 15  # of a folder, its `__init__.py` not counted
 # From the ground up: a module imports from its own room and from lower ones. "" is the package itself, which
 # says what people import. A name stands for the room and for the rooms in it that are not named themselves.
@@ -38,17 +40,18 @@ LAYERS = [
         "trace",
         "integrations",
     ),
-    *("verifying", "verify", "", "measure", "report", "commands", "cli"),
+    *("verifying", "verify", "", "measure", "report", "recipes", "commands", "cli"),
 ]
 
 
 def modules() -> dict[str, Path]:
     """All modules of the package by name. `passes/` is imported as a part of it."""
     found = {}
-    for folder, above in ((ROOT / "passes", (PACKAGE, "passes")), (ROOT / PACKAGE, (PACKAGE,))):
+    elsewhere = [(folder, (PACKAGE, name)) for name, folder in MOVED.items()]
+    for folder, above in (*elsewhere, (ROOT / PACKAGE, (PACKAGE,))):
         for path in sorted(folder.rglob("*.py")):
             inner = path.relative_to(folder).with_suffix("").parts
-            if above == (PACKAGE,) and inner[0] == "passes":
+            if above == (PACKAGE,) and inner[0] in MOVED:
                 continue  # a link, in some checkouts
             parts = (*above, *inner)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -164,5 +167,9 @@ def test_every_folder_is_packaged() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     there = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert set(settings["packages"]) == there
-    moved = {name: name.removeprefix(f"{PACKAGE}.").replace(".", "/") for name in there}
-    assert settings["package-dir"] == {n: f for n, f in moved.items() if f.split("/")[0] == "passes"}
+    moved = {}
+    for name in there:
+        first, *others = name.removeprefix(f"{PACKAGE}.").split(".")
+        if first in MOVED:
+            moved[name] = str(MOVED[first].joinpath(*others).relative_to(ROOT))
+    assert settings["package-dir"] == moved

@@ -83,6 +83,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert kinds == {"py", "typed", "json", "html", "css", "js"}
     shipped = {n for n in names if n.endswith(".py")}
     ours = {f"streambp_fx/{f.relative_to(ROOT)}" for f in (ROOT / "passes").rglob("*.py")}
+    ours |= {f"streambp_fx/recipes/{f.name}" for f in (ROOT / "examples" / "recipes").glob("*.py")}
     ours |= {str(f.relative_to(ROOT)) for f in (ROOT / "streambp_fx").rglob("*.py")}
     assert shipped == ours, "is a new folder missing from [tool.setuptools] packages?"
 
@@ -113,7 +114,9 @@ def test_the_sdist_is_complete(built):
     found = {n for n in names - made if "." in n.rsplit("/", 1)[-1] or "Makefile" in n or n == ".ci/run"}
     found = {n for n in found if not n.startswith("streambp_fx.egg-info") and n != ".ci"}
     wanted = {str(f.relative_to(ROOT)) for f in _source_files()}
-    left_out = {".gitignore"} | {n for n in wanted if n.startswith("streambp_fx/passes/")}
+    left_out = {".gitignore"} | {
+        n for n in wanted if n.startswith(("streambp_fx/passes/", "streambp_fx/recipes/"))
+    }
     assert wanted - left_out - names == set(), "missing"
     assert found - wanted - FOLDERS == set(), "stray"
 

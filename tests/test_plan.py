@@ -87,6 +87,7 @@ def test_configs_by_name() -> None:
     # as published; those of DeepSeek-V3 without its 14,848 biases of the routing, which are buffers,
     # and those of Qwen3-Next without the layer that looks ahead
     counts = {
+        "Qwen/Qwen2.5-1.5B": 1_543_714_304,
         "Qwen/Qwen3-8B": 8_190_735_360,
         "Llama-3.1-8B": 8_030_261_248,
         "Qwen/Qwen3-30B-A3B": 30_532_122_624,
