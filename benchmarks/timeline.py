@@ -156,7 +156,7 @@ class Timeline(LiveBytes):
         }
         for what, cause in causes.items():
             self.held_for(cause, of.get(what, ()))
-        self.held_for(KEPT, itertools.chain(*frame.kept))
+        self.held_for(KEPT, itertools.chain(*frame.kept.values()))
         self.held_for(at[-1], frame.workspace.values())
         return values
 

@@ -46,6 +46,7 @@ from .show.progress import announced
 from .unstreamed import (
     CUT_AT_BUCKETS,
     HOST_IS_HERE,
+    LAYERS_FIRST,
     SHARES_MEMORY,
     Otherwise,
     Unstreamed,
@@ -346,6 +347,9 @@ class CompiledGraph:
         if facts.segments:
             executor = self._executor(facts, schedule)
             schedule.sweeps, schedule.executor = executor.sweeps, executor
+            asked = self.options.order == "chunks" and any(map(facts.trains, facts.segments))
+            if asked and not schedule.segments_together:
+                warn(LAYERS_FIRST)
             self.checks[executor] = Record(schedule)
         self.schedules.append(schedule)
         if self.report is not None:

@@ -30,6 +30,10 @@ HOST_IS_HERE = (
     'offload="host" does nothing for a model on the CPU, whose memory is host memory. '
     'offload="disk" writes what is kept to a file'
 )
+LAYERS_FIRST = (
+    'order="chunks" changes nothing here, and layers go first: no segment hands rows to the next one and to '
+    "nobody else, or parameters are gathered layer by layer"
+)
 SHARES_MEMORY = "an input that is changed in place shares memory with another"
 
 

@@ -213,3 +213,34 @@ def test_what_it_does_not_go_with() -> None:
     for options in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}, {"policy": "auto"}):
         with pytest.raises(ValueError, match='order="chunks"'):
             streambp_fx.Options(order="chunks", **options)
+
+
+class Unchunked(torch.nn.Module):
+    """Between two layers a mean over the sequence, which all rows read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(97, 16), torch.nn.Linear(16, 97)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of tokens of shape (B, T), and the rows before and after attention."""
+        x = self.table(input_ids)
+        x = x - x.mean(1, keepdim=True)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            x[:, None], x[:, None], x[:, None], is_causal=True
+        )
+        y = y[:, 0] + x
+        return torch.nn.functional.cross_entropy(self.head(y).flatten(0, 1), labels.flatten()), y
+
+
+def test_an_order_that_cannot_be_followed_is_said() -> None:
+    torch._dynamo.reset()
+    model = Unchunked()
+    streamed = torch.compile(model, backend="streambp", options={"chunk": 16, "order": "chunks"})
+    given = {k: v for k, v in plain(2, 67).items() if k in ("input_ids", "labels")}
+    given["labels"] = given["labels"].clamp_min(0)
+    with pytest.warns(streambp_fx.StreamBPWarning) as caught:
+        loss, rows = streamed(**given)
+    (loss + rows.pow(2).mean()).backward()
+    assert any('order="chunks" changes nothing' in str(w.message) for w in caught)
+    assert not loops_of(streamed)
