@@ -152,6 +152,7 @@ def test_llama_factory(toy: Path) -> None:
         "dataset": "toy", "dataset_dir": str(toy), "template": "default", "cutoff_len": 64,
         "output_dir": str(toy / "out"), "logging_steps": 1, "max_steps": 3, "per_device_train_batch_size": 2,
         "learning_rate": 1e-3, "report_to": "none", "disable_gradient_checkpointing": True,
+        "overwrite_output_dir": True,
         "save_strategy": "no", "use_cpu": True,
     }  # fmt: skip
     (toy / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
