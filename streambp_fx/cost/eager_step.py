@@ -74,12 +74,11 @@ def flops(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Any:
 
 
 def _flops(cost: StepCost, instruction: StepInstruction, sizes: Sizes) -> Any:
-    """Of a forward; or of a derivative, with the forward before it if that has saved nothing."""
-    segment = _segment(cost, instruction)
-    forward = cost.value(cost.joint_cost(segment, backward=False).flops, sizes)
-    if isinstance(instruction, RunPart):
-        return forward
-    return cost.value(cost.joint_cost(segment).flops, sizes) - (forward if _saved(instruction.inputs) else 0)
+    """Of a forward, or of a derivative with the forward before it: also of one that has saved something."""
+    segment, forward = _segment(cost, instruction), isinstance(instruction, RunPart)
+    if forward and _saved(instruction.results):
+        return 0
+    return cost.value(cost.joint_cost(segment, backward=not forward).flops, sizes)
 
 
 def _segment(cost: StepCost, instruction: StepInstruction) -> Segment:
