@@ -42,6 +42,7 @@ from .models.checkpointing import TakeOver
 from .models.experts import declare_experts
 from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
 from .models.plain_forms import in_plain_pytorch
+from .models.recorded_outputs import collector_kept
 from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
@@ -277,7 +278,7 @@ class StreamedForward(UnstreamedSteps):
             optimize_ddp=False,  # it would cut the graph where a bucket ends
         )
         try:
-            with ignoring(LOGGERS), settings, self._first_announced():
+            with ignoring(LOGGERS), settings, self._first_announced(), collector_kept():
                 output = rebuilt(*self._compiled(given.positional, given.keywords, widths))
                 return without_lazy(output, self.model) if self.options.logits == "drop" else output
         except torch._dynamo.exc.TorchDynamoException as error:

@@ -6,8 +6,10 @@ While Dynamo traces for this project they are put there without being traced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -23,6 +25,22 @@ def trace_recorders() -> None:
     install = getattr(recording, "maybe_install_capturing_hooks", None)
     if isinstance(install, types.FunctionType):
         _trace(install)
+
+
+@contextlib.contextmanager
+def collector_kept() -> Iterator[None]:
+    """Within, Dynamo may leave transformers' collector as it was in the middle of a forward; not afterwards.
+
+    Otherwise the next forward of any model would record nothing of what its caller asks for.
+    """
+    collector = getattr(recording_module(), "_active_collector", None)
+    names = [n for n in ("compiling", "global_var") if hasattr(collector, n)]
+    before = {n: getattr(collector, n) for n in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(collector, name, value)
 
 
 @functools.lru_cache(maxsize=1)

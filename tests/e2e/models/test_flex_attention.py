@@ -26,6 +26,7 @@ from e2e_flex import HEADS, Attention, Model, attend, block_mask, causal, ids
 from e2e_models import build, padded, sample
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers.utils.output_capturing import _active_collector
 
 import streambp_fx
 from streambp_fx.backend import schedules_of
@@ -342,6 +343,7 @@ def test_transformers(family: str) -> None:
         transform(streamed, chunk=8, loss_chunk=8)
         compare(eager, streamed, BATCHES, 1e-9)
     assert_all_chunked(streamed, at_least=4)
+    assert not _active_collector.compiling, "another model could not record what is within it"
 
 
 @pytest.mark.slow
