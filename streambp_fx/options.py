@@ -117,8 +117,14 @@ class Options:
 
     def storing(self, policy: Policy) -> Options:
         """The same options with this policy."""
-        found = replace(self, policy="given", save=policy.save, every=policy.every, offload=policy.offload)
-        return found if policy.order == self.order else replace(found, order=policy.order)
+        return replace(
+            self,
+            policy="given",
+            save=policy.save,
+            every=policy.every,
+            offload=policy.offload,
+            order=policy.order,
+        )
 
     @property
     def rows(self) -> int:

@@ -322,15 +322,25 @@ class Scheduler:
 
 def overwritten_cotangent(facts: Facts, segment: Segment, programs: SegmentPrograms) -> frozenset[Buffer]:
     """The cotangent over which the gradient of a segment's input is written, if they have the same form."""
-    rows = [n for n in segment.rows if n in facts.needs_grad]
-    outputs = [n for n in segment.outputs if n in facts.needs_grad]
-    if len(rows) != 1 or len(outputs) != 1 or outputs[0] in facts.outputs:
-        return frozenset()  # somebody may hold the gradient of what the model returns
-    same = tensors_of(rows[0])[0].dtype == tensors_of(outputs[0])[0].dtype
-    alike = shape_of(rows[0]) == shape_of(outputs[0])
-    if not (same and alike and row_axis(facts, rows[0]) == row_axis(facts, outputs[0])):
+    if written_over(facts, segment, segment) is None:
         return frozenset()
     return frozenset({Buffer(BufferKind.COTANGENT, programs.diff_outputs[0])})
+
+
+def written_over(facts: Facts, first: Segment, last: Segment) -> Node | None:
+    """The output of `last` over whose gradient that of the streamed input of `first` may be written.
+
+    None if there are several of either, they have not the same form, or somebody else may hold that gradient:
+    that of what the model returns.
+    """
+    rows = [n for n in first.rows if n in facts.needs_grad]
+    outputs = [n for n in last.outputs if n in facts.needs_grad]
+    if len(rows) != 1 or len(outputs) != 1 or outputs[0] in facts.outputs:
+        return None
+    same = tensors_of(rows[0])[0].dtype == tensors_of(outputs[0])[0].dtype
+    alike = shape_of(rows[0]) == shape_of(outputs[0])
+    lies = row_axis(facts, rows[0]) == row_axis(facts, outputs[0])
+    return outputs[0] if same and alike and lies else None
 
 
 def the_loss(results: Iterable[Node]) -> Node | None:

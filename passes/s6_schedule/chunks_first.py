@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch.fx import Node
-
-from ..graph.facts import Facts, shape_of, tensors_of
+from ..graph.facts import Facts
 from ..s3_cut.segment import row_axis
 from ..step.instructions import Buffer, BufferKind
 from ..step.saving import Price, everywhere
-from .program import Call, CallLoss, ChunksFirst, StepInstruction, StepProgram
+from .build import written_over
+from .program import Call, CallLoss, ChunksFirst, StepInstruction, StepProgram, read_from_outside
 from .step_parts import StepParts
 from .values import Value, ValueKind
 
@@ -107,7 +106,7 @@ class _Loop:
     def forward(self) -> ChunksFirst:
         """Hands over the rows of the last segment, and the states of all."""
         body = tuple(self._forward(k) for k in range(len(self.calls)))
-        return ChunksFirst(body=body, inputs=_together(c.inputs for c in body), results=_results(body))
+        return ChunksFirst(body=body, inputs=read_from_outside(body), results=_results(body))
 
     def backward(self) -> ChunksFirst:
         """Hands over the gradients of what comes in from outside, and of the constants."""
@@ -115,7 +114,7 @@ class _Loop:
         again = tuple(self._again(k) for k in numbers)
         trained = (k for k in reversed(numbers) if self.calls[k].segment in self.backward_of)
         body = tuple(map(self._backward, trained))
-        inputs = _together(c.inputs for c in (*body, *again))
+        inputs = read_from_outside((*body, *again))
         return ChunksFirst(body=body, again=again, inputs=inputs, results=_results(body))
 
     def _forward(self, k: int) -> Call:
@@ -137,18 +136,12 @@ class _Loop:
 
     def _lent(self) -> dict[Buffer, Value]:
         """The gradient of what goes out, if that of what comes in may be written over it: it was read."""
-        first, outputs = self.calls[0].programs, self.facts.segments[self.calls[-1].segment].outputs
-        if len(outputs) != 1:
+        first, last = (self.facts.segments[self.calls[k].segment] for k in (0, -1))
+        out = written_over(self.facts, first, last)
+        if out is None:
             return {}
-        (out,) = outputs
-        rows = [n for n in self.facts.segments[self.calls[0].segment].rows if n in self.facts.needs_grad]
-        if len(rows) != 1 or out in self.facts.outputs or not self._alike(rows[0], out):
-            return {}
-        return {Buffer(BufferKind.COTANGENT, first.diff_rows[0]): Value(ValueKind.GRADIENT, out)}
-
-    def _alike(self, one: Node, other: Node) -> bool:
-        same = tensors_of(one)[0].dtype == tensors_of(other)[0].dtype and shape_of(one) == shape_of(other)
-        return same and row_axis(self.facts, one) == row_axis(self.facts, other)
+        rows = self.calls[0].programs.diff_rows[0]
+        return {Buffer(BufferKind.COTANGENT, rows): Value(ValueKind.GRADIENT, out)}
 
     def _call(
         self, call: Call, k: int, name: str, inputs: list[Value], results: list[Value], saves: bool
@@ -186,10 +179,6 @@ class _Loop:
         twins = dict(zip(call.programs.segment.nodes, self.facts.segments[call.segment].nodes, strict=True))
         buffers = call.programs.buffers(BufferKind.STATE)
         return [Value(ValueKind.STATE, twins[b.node]) for b in buffers if b.node is not None]
-
-
-def _together(values: Iterator[tuple[Value, ...]]) -> tuple[Value, ...]:
-    return tuple(dict.fromkeys(v for own in values for v in own))
 
 
 def _results(body: tuple[Call, ...]) -> tuple[Value, ...]:

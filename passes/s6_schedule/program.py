@@ -386,6 +386,16 @@ class StepProgram:
         return replace(self, forward=tuple(forward), backward=tuple(backward))
 
 
+def read_from_outside(body: Iterable[StepInstruction]) -> tuple[Value, ...]:
+    """What instructions read that they do not make."""
+    made: set[Value] = set()
+    found: dict[Value, None] = {}
+    for instruction in body:
+        found.update((v, None) for v in instruction.inputs if v not in made)
+        made.update(instruction.results)
+    return tuple(found)
+
+
 def segment_of(instruction: StepInstruction) -> int | None:
     """The index of the segment that an instruction runs or differentiates, if it is of one."""
     return getattr(instruction, "segment", None)

@@ -5,7 +5,7 @@ The order is that of `STEP_PASSES`. Each keeps the step's results and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph.facts import Segment
@@ -31,6 +31,7 @@ from .program import (
     StepProgram,
     TakeParameters,
     flat,
+    read_from_outside,
     segment_of,
 )
 from .repeats import repeats
@@ -82,7 +83,12 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
         first = next((k for k, i in enumerate(backward) if segment_of(i) in indices), None)
         if first is not None:
             results = tuple(v for i in made.again for v in i.results)
-            again = Again(body=made.again, segment=group[-1].index, inputs=_read(made.again), results=results)
+            again = Again(
+                body=made.again,
+                segment=group[-1].index,
+                inputs=read_from_outside(made.again),
+                results=results,
+            )
             backward.insert(first, again)
     return program.with_parts(forward, backward)
 
@@ -97,17 +103,7 @@ def _group(
     results = tuple(v for i in body for v in i.results if v in later)
     # nobody reads the last outputs again, and what they were made of is kept
     again = body if parts.policy.saves(group[-1]) else body[:-1]
-    return Group(body=body, again=again, inputs=_read(body), results=results)
-
-
-def _read(body: Iterable[StepInstruction]) -> tuple[Value, ...]:
-    """What instructions read that they do not make."""
-    made: set[Value] = set()
-    found: dict[Value, None] = {}
-    for instruction in body:
-        found.update((v, None) for v in instruction.inputs if v not in made)
-        made.update(instruction.results)
-    return tuple(found)
+    return Group(body=body, again=again, inputs=read_from_outside(body), results=results)
 
 
 def overwrite_rows_of_loss(program: StepProgram, parts: StepParts) -> StepProgram:

@@ -273,6 +273,11 @@ class Procedure:
     several: bool = False
     passing: tuple[Buffer, ...] = ()
 
+    def around_loop(self) -> tuple[tuple[Instruction, ...], Chunks, tuple[Instruction, ...]]:
+        """Of a procedure with one loop over chunks: what is done before it, the loop, and what after it."""
+        ((place, loop),) = ((k, i) for k, i in enumerate(self.body) if isinstance(i, Chunks))
+        return self.body[:place], loop, self.body[place + 1 :]
+
     def runs(self) -> Iterator[tuple[Chunks, Run]]:
         """The programs that it calls, each with its loop, in order."""
         for loop in self.body:

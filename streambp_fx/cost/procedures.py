@@ -91,9 +91,8 @@ class ProcedureWalk:
 
     def _outside(self, within: _Bound, before: bool) -> Iterator[Moment]:
         """What a procedure does before its loop, or after it."""
-        body = within.call.procedure.body
-        place = next(k for k, i in enumerate(body) if isinstance(i, Chunks))
-        for instruction in body[:place] if before else body[place + 1 :]:
+        first, _, then = within.call.procedure.around_loop()
+        for instruction in first if before else then:
             count = COUNT.get(type(instruction))
             if count is not None:
                 yield from count(self, instruction, within)
@@ -149,12 +148,11 @@ class ProcedureWalk:
     def _hold(self, buffer: Buffer, within: _Bound) -> None:
         assert buffer.node is not None
         key = within.key(buffer)
-        wide = buffer.wide and self.cost.wide
         if buffer.by_chunk:
             size = self.cost.bytes_by_chunk(within.runner, buffer, self.sizes)
             self.ledger.hold(key, CAUSE_OF[buffer.kind], size)
             return
-        size = (self.cost.sum_bytes if wide else self.cost.bytes_of)(buffer.node, self.sizes)
+        size = self.cost.bytes_of_buffer(buffer, self.sizes)
         size = self.cost.share(size) if buffer.kind in BY_ROWS else size
         cause = CAUSE_OF.get(buffer.kind) or self.cause_of_output(key)
         self.ledger.hold(key, cause, size)
@@ -194,10 +192,7 @@ class ProcedureWalk:
 
     def _exchange(self, instruction: AllGather | ReduceScatter, within: _Bound) -> Iterator[Moment]:
         """Rows are packed, one piece for each device; what comes or goes has the size of the whole."""
-        node = instruction.buffer.node
-        assert node is not None
-        wide = instruction.buffer.wide and self.cost.wide
-        size = (self.cost.sum_bytes if wide else self.cost.bytes_of)(node, self.sizes)
+        size = self.cost.bytes_of_buffer(instruction.buffer, self.sizes)
         gathers = isinstance(instruction, AllGather)
         kind = CollectiveKind.ALL_GATHER if gathers else CollectiveKind.REDUCE_SCATTER
         cause = CAUSE_OF[instruction.buffer.kind]

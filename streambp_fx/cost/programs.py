@@ -97,8 +97,7 @@ class ProgramCosts:
         if buffer.by_chunk:
             shape, dtype = state_of_recurrence(buffer.node, buffer.wide)
             return self.value(sympy.Mul(*shape) * dtype.itemsize, sizes)
-        wide = buffer.wide and self.wide
-        size = (self.sum_bytes if wide else self.bytes_of)(buffer.node, sizes)
+        size = self.bytes_of_buffer(buffer, sizes)
         rows, before = sizes.tokens - runner.segment.removed, runner.programs.states[buffer.node].before
         most = rows * (self.devices - 1)
         if isinstance(most, int):
@@ -113,8 +112,7 @@ class ProgramCosts:
             start: first row of the chunk; it is a number if the sizes are.
         """
         assert buffer.node is not None and runner.segment.window is not None
-        wide = buffer.wide and self.wide
-        size = (self.sum_bytes if wide else self.bytes_of)(buffer.node, sizes)
+        size = self.bytes_of_buffer(buffer, sizes)
         rows, behind = sizes.tokens - runner.segment.removed, int(runner.segment.window) - 1
         if sizes.symbolic:
             return size / rows * (sizes.chunk + behind)
@@ -281,6 +279,12 @@ class ProgramCosts:
         """Bytes of the (first) tensor of a node, as a number or an expression, as the sizes are."""
         value = tensors_of(node)[0]
         return self.value(sympy.Mul(*shape_of(node)) * value.element_size(), sizes)
+
+    def bytes_of_buffer(self, buffer: Buffer, sizes: Sizes) -> Any:
+        """Bytes of a buffer with all its rows; of a sum over chunks, in the dtype in which it is summed."""
+        assert buffer.node is not None
+        wide = buffer.wide and self.wide
+        return (self.sum_bytes if wide else self.bytes_of)(buffer.node, sizes)
 
     def sum_bytes(self, node: Node, sizes: Sizes) -> Any:
         """Bytes of the sum of a value's gradients over chunks."""

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..cost.held_bytes import Moment
-from ..passes.s6_schedule.collectives import Collective, CollectiveKind
+from ..passes.s6_schedule.collectives import Collective, CollectiveKind, Placed
 from ..passes.s6_schedule.repeats import repeats
 from ..units import readable
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A collective in its place, as a moment has it."""
-
-    phase: str
-    segment: int
-    collective: Collective
 
 
 def collective_lines(moments: Iterable[Moment]) -> list[str]:
@@ -28,7 +18,7 @@ def collective_lines(moments: Iterable[Moment]) -> list[str]:
         moments: of the step, with numbers for the sizes.
     """
     placed = ((m.phase, m.segment, m.collective) for m in moments)
-    found = [_Placed(phase, segment, own) for phase, segment, own in placed if own is not None]
+    found = [Placed(phase, segment, own) for phase, segment, own in placed if own is not None]
     if not found:
         return []
     devices, sent = found[0].collective.devices, sum(p.collective.sent_bytes for p in found)
@@ -43,19 +33,19 @@ def collective_lines(moments: Iterable[Moment]) -> list[str]:
     return lines
 
 
-def _key(placed: _Placed) -> tuple[str, CollectiveKind, int, bool]:
+def _key(placed: Placed) -> tuple[str, CollectiveKind, int, bool]:
     own = placed.collective
     return placed.phase, own.kind, own.bytes, own.of_caller
 
 
-def _line(run: Sequence[_Placed]) -> str:
+def _line(run: Sequence[Placed]) -> str:
     first, last = run[0].collective, run[-1].collective
     name = first.name if first.name == last.name else name_range(first.name, last.name)
     each = f"{readable(first.bytes)}{'' if len(run) == 1 else ' each'}"
     return f"{first.kind.value:<15} {each:<14}  {name}: {_where(run, first)}"
 
 
-def _where(run: Sequence[_Placed], first: Collective) -> str:
+def _where(run: Sequence[Placed], first: Collective) -> str:
     gathers = first.kind is CollectiveKind.ALL_GATHER
     if first.of_caller and gathers == (run[0].phase == "forward"):
         return "before the forward" if gathers else "after the backward"

@@ -54,8 +54,9 @@ class Chain:
         """The same of all segments, one after the other; what several read is there several times."""
         return [n for k in range(len(self.segments)) for n in self.given(k)]
 
-    def blocks(self, runner: SegmentRunner, step: StepData) -> list[RowBlock]:
+    def blocks(self, runner: SegmentRunner, step: StepData, over: Over) -> list[RowBlock]:
         """The chunks of one segment: those of the first that reads along the sequence."""
+        assert over is Over.RUN
         if runner.segment.mixings:
             return runner.blocks(step)
         leader = next(r for r in self.runners if r.segment.mixings)
@@ -159,14 +160,12 @@ class _Stage:
 
     @property
     def loop(self) -> Chunks:
-        (found,) = (i for i in self.procedure.body if isinstance(i, Chunks))
-        return found
+        return self.procedure.around_loop()[1]
 
     def outside(self, before: bool) -> None:
         """What is done before the loop, or after it."""
-        place = self.procedure.body.index(self.loop)
-        body = self.procedure.body[:place] if before else self.procedure.body[place + 1 :]
-        for instruction in body:
+        first, _, then = self.procedure.around_loop()
+        for instruction in first if before else then:
             execute(instruction, self.frame)
 
     def chunk(self) -> None:
@@ -245,11 +244,6 @@ def _frames(
         )
         held = {b: values[n] for b in buffers if (n := runner.twins[b.node]) in values}  # type: ignore[index]
         held.update(zip(runner.programs.buffers(BufferKind.WHOLE), others, strict=True))
-        blocks = partial(_blocks, chain, runner, step)
+        blocks = partial(chain.blocks, runner, step)
         found.append(Frame(runner, step, held, tensors[0], blocks))
     return found
-
-
-def _blocks(chain: Chain, runner: SegmentRunner, step: StepData, over: Over) -> list[RowBlock]:
-    assert over is Over.RUN
-    return chain.blocks(runner, step)
