@@ -14,6 +14,7 @@ from e2e_memory import live
 from e2e_models import build, padded, perturb, plain, sample, true_double
 from peft import LoraConfig, get_peft_model
 from test_architectures import model_of
+from test_saving import ARCHITECTURES, EAGER, FAMILIES, WIDE
 
 import streambp_fx
 from benchmarks.families.worker import PADS, batch, plain_experts
@@ -26,10 +27,6 @@ BATCHES = {
     "padded": padded(67, "left"),
     "padded right": padded(50, "right"),
 }
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 2048}
-FAMILIES = ["llama", "gpt2", "gemma3_text", "mistral", "falcon_alibi", "bloom", "gemma2", "opt", "phi"]
-EAGER = ("gemma2", "bloom")
-ARCHITECTURES = ["qwen3_moe", "deepseek_v3", "mamba2", "qwen3_next", "gpt_oss", "falcon_h1", "minicpm3"]
 
 
 def loops_of(model: Any) -> list[list[int]]:
