@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 if TYPE_CHECKING:
-    from ..s6_schedule.several_devices import SeveralDevices
+    from ..s6_schedule.program.several_devices import SeveralDevices
 
 
 class Kind(enum.Enum):

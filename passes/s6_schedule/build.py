@@ -28,8 +28,8 @@ from .program import (
     StepProgram,
     Zeros,
 )
+from .program.values import CALLER, EPILOGUE, Value, ValueKind
 from .step_parts import StepParts
-from .values import CALLER, EPILOGUE, Value, ValueKind
 
 
 def schedule(

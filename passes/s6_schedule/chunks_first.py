@@ -11,8 +11,8 @@ from ..step.instructions import Buffer, BufferKind
 from ..step.saving import Price, everywhere
 from .build import written_over
 from .program import Call, CallLoss, ChunksFirst, StepInstruction, StepProgram, read_from_outside
+from .program.values import Value, ValueKind
 from .step_parts import StepParts
-from .values import Value, ValueKind
 
 #: Between its two halves all of a chunk is kept that costs more than elementwise work to compute again.
 CHUNK = Price(64.0, 0)

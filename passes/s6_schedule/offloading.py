@@ -17,8 +17,8 @@ from .program import (
     segment_of,
     unrolled,
 )
+from .program.values import DEVICE, Value, ValueKind
 from .step_parts import StepParts
-from .values import DEVICE, Value, ValueKind
 
 
 def move_what_is_kept(program: StepProgram, parts: StepParts) -> StepProgram:

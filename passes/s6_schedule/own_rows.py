@@ -32,8 +32,8 @@ from .program import (
     StepProgram,
     SumShares,
 )
+from .program.values import Value, ValueKind
 from .step_parts import StepParts
-from .values import Value, ValueKind
 
 
 def share_rows(program: StepProgram, parts: StepParts) -> StepProgram:

@@ -24,9 +24,9 @@ from .program import (
     StepProgram,
     TakeParameters,
 )
-from .several_devices import SeveralDevices
+from .program.several_devices import SeveralDevices
+from .program.values import Value, ValueKind
 from .step_parts import StepParts
-from .values import Value, ValueKind
 
 
 def take_parameters(program: StepProgram, parts: StepParts) -> StepProgram:

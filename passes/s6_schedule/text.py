@@ -35,7 +35,7 @@ from .program import (
     TakeParameters,
     Zeros,
 )
-from .values import DEVICE, Value, ValueKind
+from .program.values import DEVICE, Value, ValueKind
 
 GRADIENTS = (ValueKind.GRADIENT, ValueKind.UNSCALED)
 #: Values that are named in a line; of more the rest is counted.

@@ -34,11 +34,11 @@ from .program import (
     read_from_outside,
     segment_of,
 )
+from .program.values import Value
 from .repeats import repeats
 from .sharding import reduce_gradients, take_parameters
 from .step_parts import StepParts
 from .text import step_text
-from .values import Value
 
 Transform = Callable[[StepProgram, StepParts], StepProgram]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ..graph.facts import Facts, Kind
 from .program import Differentiate, RunPart, StepInstruction, StepProgram
+from .program.values import Value, ValueKind
 from .step_parts import StepParts
-from .values import Value, ValueKind
 
 
 def unstreamed(parts: StepParts, checkpointing: bool) -> StepProgram:

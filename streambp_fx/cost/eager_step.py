@@ -15,8 +15,8 @@ import sympy
 from ..passes.cost.program import ProgramCost, largest
 from ..passes.graph.facts import Segment
 from ..passes.s6_schedule.program import Differentiate, RunPart, StepInstruction
+from ..passes.s6_schedule.program.values import Value, ValueKind
 from ..passes.s6_schedule.unstreamed import unstreamed
-from ..passes.s6_schedule.values import Value, ValueKind
 from .held_bytes import Sizes
 from .step import StepCost
 

@@ -9,8 +9,8 @@ from typing import Any
 import sympy
 
 from ..passes.s6_schedule.collectives import Collective
-from ..passes.s6_schedule.values import CHUNK as CHUNK
-from ..passes.s6_schedule.values import LOSS_CHUNK as LOSS_CHUNK
+from ..passes.s6_schedule.program.values import CHUNK as CHUNK
+from ..passes.s6_schedule.program.values import LOSS_CHUNK as LOSS_CHUNK
 
 STORED, STATE, STATE_GRADIENTS = "stored inputs", "state", "state gradients"
 BODIES, LOSS, PARAMETERS = "chunk bodies", "loss", "parameter gradients"

@@ -8,7 +8,7 @@ from typing import Any
 from ..passes.graph.facts import Segment
 from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from ..passes.s6_schedule.program import Call
-from ..passes.s6_schedule.values import Value, ValueKind
+from ..passes.s6_schedule.program.values import Value, ValueKind
 from ..passes.step.instructions import (
     BY_ROWS,
     AllGather,

@@ -35,7 +35,7 @@ from ..passes.s6_schedule.program import (
     Zeros,
     flat,
 )
-from ..passes.s6_schedule.values import Value, ValueKind
+from ..passes.s6_schedule.program.values import Value, ValueKind
 from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, SUMMED, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts

@@ -40,7 +40,7 @@ from ..passes.s6_schedule.program import (
     StepProgram,
     TakeParameters,
 )
-from ..passes.s6_schedule.values import DEVICE
+from ..passes.s6_schedule.program.values import DEVICE
 from .lazy_tensors import Anew, LazyOutput
 from .offload import Store
 from .segments.chunks_first import Chain

@@ -20,7 +20,7 @@ from streambp_fx.passes.s5_lower.lower import Lowered
     ("name", "options"),
     [
         ("dense", {}),
-        ("dense", {"save": "attention", "loss_chunk": 70}),
+        pytest.param("dense", {"save": "attention", "loss_chunk": 70}, marks=pytest.mark.slow),
         pytest.param("gemma3", {"loss_chunk": 300}, marks=pytest.mark.slow),
         pytest.param("gpt_neox", {"save": "attention"}, marks=pytest.mark.slow),
     ],

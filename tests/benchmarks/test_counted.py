@@ -17,7 +17,7 @@ CONFIG = {**TINY, "vocab_size": 5000}
     [
         {"save": "inputs"},
         pytest.param({"save": "attention"}, marks=pytest.mark.slow),
-        {"offload": "disk"},
+        pytest.param({"offload": "disk"}, marks=pytest.mark.slow),
     ],
     ids=lambda policy: next(iter(policy.values())),
 )

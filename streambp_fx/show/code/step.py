@@ -24,8 +24,8 @@ from ...passes.s6_schedule.program import (
     StepInstruction,
     StepProgram,
 )
+from ...passes.s6_schedule.program.values import Value, ValueKind
 from ...passes.s6_schedule.transforms import drop_what_nobody_reads, keep_inputs_of_groups
-from ...passes.s6_schedule.values import Value, ValueKind
 from .body import docstring, targets
 from .context import Context
 from .names import Scope

@@ -152,7 +152,7 @@ def test_dropout_draws_the_same_again() -> None:
     assert (found[0] - found[1]) / (2 * eps) == pytest.approx(slope, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", sample([torch.float16, torch.bfloat16], torch.bfloat16))
+@pytest.mark.parametrize("dtype", sample([torch.float16, torch.bfloat16]))
 def test_half_precision(dtype: torch.dtype) -> None:
     """As near to float64 as with layers first."""
     errors = {}

@@ -35,6 +35,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_inductor_compiles_once_for_all_chunks(compilations: list[Any]) -> None:
     """Two layers, four lengths: forward, states and joint, with and without a prefix, and the head."""
     eager = build("llama", dtype=torch.float32)

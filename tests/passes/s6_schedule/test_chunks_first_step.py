@@ -11,8 +11,8 @@ from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
 from streambp_fx.passes.s6_schedule.program import ChunksFirst, StepProgram
+from streambp_fx.passes.s6_schedule.program.values import ValueKind
 from streambp_fx.passes.s6_schedule.transforms import transformed
-from streambp_fx.passes.s6_schedule.values import ValueKind
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
 from streambp_fx.passes.step.instructions import Chunks, Hand, Procedure, Roll
 

@@ -22,7 +22,7 @@ from streambp_fx.passes.s6_schedule.program import (
     TakeParameters,
     flat,
 )
-from streambp_fx.passes.s6_schedule.several_devices import Buckets, SeveralDevices, SharedGroup
+from streambp_fx.passes.s6_schedule.program.several_devices import Buckets, SeveralDevices, SharedGroup
 from streambp_fx.passes.s6_schedule.sharding import bytes_of
 from streambp_fx.passes.s6_schedule.step_parts import Making, StepParts
 from streambp_fx.passes.s6_schedule.text import step_text

@@ -31,6 +31,7 @@ from streambp_fx.passes.s6_schedule.program import (
     StepInstruction,
     StepProgram,
 )
+from streambp_fx.passes.s6_schedule.program.values import Value
 from streambp_fx.passes.s6_schedule.step_parts import Making, StepParts
 from streambp_fx.passes.s6_schedule.text import step_text, step_to_json
 from streambp_fx.passes.s6_schedule.transforms import (
@@ -39,7 +40,6 @@ from streambp_fx.passes.s6_schedule.transforms import (
     keep_inputs_of_groups,
     transformed,
 )
-from streambp_fx.passes.s6_schedule.values import Value
 
 
 class Layer(nn.Module):

@@ -1,0 +1,67 @@
+"""The training step as data: what it is made of, and nothing that decides.
+
+values            what instructions read and make
+instructions      what is done with them, one after the other
+several_devices   what the engine of several devices does
+step_program      all of it: prologue, forward, backward
+"""
+
+from .instructions import (
+    Add,
+    Again,
+    Call,
+    CallLoss,
+    ChunksFirst,
+    CollectRows,
+    Defer,
+    Differentiate,
+    Drop,
+    Fetch,
+    GiveBackParameters,
+    Group,
+    HandOver,
+    Layers,
+    Leave,
+    Linearize,
+    ReduceGradients,
+    Return,
+    RunPart,
+    Seed,
+    StepInstruction,
+    SumShares,
+    TakeParameters,
+    Zeros,
+)
+from .step_program import StepProgram, flat, read_from_outside, segment_of, unrolled
+
+__all__ = [
+    "Add",
+    "Again",
+    "Call",
+    "CallLoss",
+    "ChunksFirst",
+    "CollectRows",
+    "Defer",
+    "Differentiate",
+    "Drop",
+    "Fetch",
+    "GiveBackParameters",
+    "Group",
+    "HandOver",
+    "Layers",
+    "Leave",
+    "Linearize",
+    "ReduceGradients",
+    "Return",
+    "RunPart",
+    "Seed",
+    "StepInstruction",
+    "StepProgram",
+    "SumShares",
+    "TakeParameters",
+    "Zeros",
+    "flat",
+    "read_from_outside",
+    "segment_of",
+    "unrolled",
+]

@@ -1,0 +1,111 @@
+"""The training step of a graph as data: which segment runs when, on what, and how long its values are held.
+
+A step program is made by `schedule` and changed by the functions of `transforms`. Its instructions name what
+they read and make. A value is held from the instruction that makes it to the one that drops it; what is given
+by the caller, and what is handed to the caller, is held by the caller.
+
+The backward is written out, in the order in which autograd runs it: each instruction of the forward that is
+differentiated is a node of autograd's graph, and its counterpart in the backward is what that node does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from .instructions import Again, Call, ChunksFirst, Group, Layers, StepInstruction
+from .several_devices import SeveralDevices
+from .values import Value
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A training step, or a forward without gradients.
+
+    Attributes:
+        given: values that the caller has: inputs, parameters, constants.
+        returned: those that the caller is given.
+        gradients: those that the caller is given.
+        prologue: what is made of whole values, before the segments.
+        forward: up to the results.
+        backward: from the gradients of the results to those of the parameters; empty without gradients.
+        groups: parameters that are there only between taking them and giving them back; last those that are
+            taken around the call of the whole model.
+        forward_only: groups that the backward does not take, nor read.
+        summed: parameters whose gradients are summed over several devices.
+        several: what the engine of the devices does.
+    """
+
+    given: tuple[Value, ...]
+    returned: tuple[Value, ...]
+    gradients: tuple[Value, ...]
+    prologue: tuple[StepInstruction, ...]
+    forward: tuple[StepInstruction, ...]
+    backward: tuple[StepInstruction, ...]
+    groups: tuple[tuple[Value, ...], ...] = ()
+    forward_only: frozenset[int] = frozenset()
+    summed: tuple[Value, ...] = ()
+    several: SeveralDevices = field(default_factory=SeveralDevices)
+    _backward_of: dict[int, Call | ChunksFirst] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def instructions(self) -> Iterator[StepInstruction]:
+        """All that are run, in order; loops and groups are taken apart."""
+        for part in (self.prologue, self.forward, self.backward):
+            yield from flat(part)
+
+    def calls(self) -> list[Call]:
+        """Procedures of segments that are run."""
+        return [i for i in self.instructions() if isinstance(i, Call)]
+
+    def backward_of(self, segment: int) -> Call | ChunksFirst | None:
+        """What the backward of a segment, or of several that begin with it, runs; None if nothing does."""
+        if not self._backward_of:
+            calls = (i for i in unrolled(self.backward) if isinstance(i, Call))
+            self._backward_of.update({i.segment: i for i in calls})
+            loops = (i for i in unrolled(self.backward) if isinstance(i, ChunksFirst))
+            self._backward_of.update({i.again[0].segment: i for i in loops})
+        return self._backward_of.get(segment)
+
+    def with_parts(
+        self, forward: Iterable[StepInstruction], backward: Iterable[StepInstruction]
+    ) -> StepProgram:
+        """The same step with another forward and backward."""
+        return replace(self, forward=tuple(forward), backward=tuple(backward))
+
+
+def read_from_outside(body: Iterable[StepInstruction]) -> tuple[Value, ...]:
+    """What instructions read that they do not make."""
+    made: set[Value] = set()
+    found: dict[Value, None] = {}
+    for instruction in body:
+        found.update((v, None) for v in instruction.inputs if v not in made)
+        made.update(instruction.results)
+    return tuple(found)
+
+
+def segment_of(instruction: StepInstruction) -> int | None:
+    """The index of the segment that an instruction runs or differentiates, if it is of one."""
+    return getattr(instruction, "segment", None)
+
+
+def unrolled(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
+    """Instructions one by one, with loops over layers taken apart, and groups as they are."""
+    for instruction in body:
+        if isinstance(instruction, Layers):
+            for own in instruction.rounds:
+                yield from unrolled(own)
+        else:
+            yield instruction
+
+
+def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
+    """Instructions one by one, those within loops and groups in their place."""
+    for instruction in unrolled(body):
+        if isinstance(instruction, Group | Again):
+            yield from flat(instruction.body)
+        elif isinstance(instruction, ChunksFirst):
+            yield from (*instruction.again, *instruction.body)
+        else:
+            yield instruction
