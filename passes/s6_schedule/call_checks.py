@@ -36,7 +36,11 @@ def _is_called_rightly(state: State, instruction: Call) -> None:
 
 
 def check_chunks_first(state: State, instruction: ChunksFirst) -> None:
-    """Each segment takes what the one before it hands on, and reads nothing else that does not come in."""
+    """Each segment takes what the one before it hands on, and reads nothing else that does not come in.
+
+    Raises:
+        Fault: one does not.
+    """
     kinds = (BufferKind.OUTPUT, BufferKind.ROWS), (BufferKind.GRADIENT, BufferKind.COTANGENT)
     ways = [(instruction.again, *kinds[0]), (instruction.body, *kinds[bool(instruction.again)])]
     for calls, gives, takes in ways:
