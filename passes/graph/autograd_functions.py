@@ -161,6 +161,8 @@ class Retrace(Interpreter):
             return result
         if target is DATA:
             return args[0].detach()
+        if target is torch.sym_min and any(map(_selects, self.node.users)):
+            return args[0] if args[0] <= args[1] else args[1]  # NOTE [columns that are selected]
         if target is torch.amp.autocast_mode._enter_autocast:  # `make_fx` records it, and does not enter it
             self.autocasts.append(torch.autocast(*args))
             return self.autocasts[-1].__enter__()
@@ -173,6 +175,11 @@ class Retrace(Interpreter):
         if kwargs.get("dirty_idx"):
             raise MutationError("a custom autograd function changes its inputs in place", self.node)
         return _as_one_node(CustomFunction(args[0], args[1], kwargs), args[2:])
+
+
+def _selects(user: Node) -> bool:
+    """True for an op of a Dynamo graph that selects as many of its operand's entries as a number says."""
+    return user.target in ("topk", torch.topk, torch.ops.aten.topk.default)
 
 
 def _is_hooked(value: torch.Tensor) -> bool:

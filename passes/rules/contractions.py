@@ -8,7 +8,19 @@ import torch
 from torch.fx import Node
 
 from ..graph.causal_convolution import CAUSAL_CONV1D
-from ..graph.facts import COLUMN_AXIS, Axis, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, shape_of
+from ..graph.facts import (
+    COLUMN_AXIS,
+    ROW_AXIS,
+    Axis,
+    Kind,
+    Layout,
+    Mask,
+    Mixing,
+    NotSeparable,
+    Reach,
+    Role,
+    shape_of,
+)
 from ..graph.op_arguments import arguments, sdpa_arguments
 from .registry import RuleContext, forbid, merge_aligned, rule
 
@@ -65,7 +77,8 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
     """Layout of `left @ right`.
 
     * no contracted dim carries the sequence, both outer dims do: rows of `left` against the rows of
-      `right`, which are read as columns (attention scores);
+      `right`, which are read as columns (attention scores); rows of `left` may also be one of the dims
+      before, over which `right` is broadcast;
     * the contracted dim is a column of `left`: it meets the rows of `right`, read as columns (attention
       output);
     * a contraction of rows with rows is a sum over the sequence, and refused.
@@ -84,8 +97,8 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
         if axis is not None and not axis.simple:
             raise NotSeparable("a product over a dim that merges the sequence with another")
     if contracted_a is None and contracted_b is None:
-        if m is not None and n is not None:
-            if m.role is not Role.ROW or n.role is not Role.ROW:
+        if n is not None and (m is not None or _rows_before(ctx, left, right)):
+            if m not in (None, ROW_AXIS) or n.role is not Role.ROW:
                 raise NotSeparable("a product of columns")
             ctx.mixes(Mixing(node, columns=(right,)))
             n = COLUMN_AXIS
@@ -94,6 +107,14 @@ def product(ctx: RuleContext, node: Node, left: Any, right: Any) -> Layout:
         ctx.mixes(Mixing(node, columns=(right,)))
         return (*batch, m, n)
     raise NotSeparable("a product that sums over the sequence axis")
+
+
+def _rows_before(ctx: RuleContext, left: Node, right: Node) -> bool:
+    """True if `left` has its rows in a dim before the last two, and `right` is the same for each of them."""
+    before, repeated = ctx.layout(left)[:-2], [1] * ctx.rank(left) + list(shape_of(right)[:-2])
+    rows = [d - len(before) for d, axis in enumerate(before) if axis is not None]
+    alone = [before[d] for d in rows] == [ROW_AXIS] and not any(ctx.layout(right)[:-2])
+    return alone and repeated[rows[0]] == 1
 
 
 def _batch(ctx: RuleContext, node: Node, left: Node, right: Node, a: Layout, b: Layout) -> list[Axis | None]:
@@ -151,10 +172,24 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
     for name, layout in zip(("query", "key", "value"), layouts, strict=True):
         if layout != expected:
             raise NotSeparable(f"the {name} of an attention has its sequence axis in an unusual place")
-    if isinstance(mask, Node) and ctx.facts.kind(mask) is Kind.STREAM:
-        raise NotSeparable("the mask of an attention depends on parameters")
     reach = Reach.CAUSAL if call["is_causal"] else Reach.FULL
-    limit = Mask.of(mask) if isinstance(mask, Node) else None
+    streamed = isinstance(mask, Node) and ctx.facts.kind(mask) is Kind.STREAM
+    if streamed:
+        _check_streamed_mask(ctx, mask, node)
+    limit = Mask.of(mask) if isinstance(mask, Node) and not streamed else None
     ctx.mixes(Mixing(node, columns=(key, value), mask=limit, reach=reach))
     ctx.seen.add(mask)  # read by rows and columns, see `footprints`
     return expected
+
+
+def _check_streamed_mask(ctx: RuleContext, mask: Node, attention: Node) -> None:
+    """A mask that depends on parameters is one of rows and columns, and no gradient goes through it.
+
+    Raises:
+        NotSeparable: it is not.
+    """
+    if mask in ctx.facts.needs_grad:
+        raise NotSeparable("the mask of an attention depends on parameters, and has a gradient")
+    layout = ctx.layout(mask)
+    if layout[-2:] != (Axis(), COLUMN_AXIS) or any(layout[:-2]):
+        raise NotSeparable("the mask of an attention has its rows or its columns in an unusual place")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Kind, Layout, NotSeparable, shape_of
+from ..graph.facts import Kind, Layout, NotSeparable, Role, shape_of
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, merge_aligned, merge_axis, normalize_dim, rule
 
@@ -36,14 +36,18 @@ def one_hot(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.gather.default)
 def gather(ctx: RuleContext, node: Node) -> Layout:
-    """An element of each row, at an index that has the same rows."""
+    """An element of each row, at an index that has the same rows.
+
+    The elements may be columns, all of which are there: see NOTE [columns that are selected].
+    """
     call = arguments(node)
     layout, wanted = ctx.layout(call["self"]), ctx.layout(call["index"])
     if len(layout) != len(wanted):
         raise NotSeparable("a gather from a number")
-    for axes in (layout, wanted):
-        forbid(axes, [normalize_dim(call["dim"], len(layout))], "a gather along")
-    for first, second in zip(layout, wanted, strict=True):
+    dim = normalize_dim(call["dim"], len(layout))
+    forbid(layout, [dim], "a gather along", Role.ROW)
+    forbid(wanted, [dim], "a gather along", Role.ROW)
+    for first, second in (pair for d, pair in enumerate(zip(layout, wanted, strict=True)) if d != dim):
         if (first is None) != (second is None):
             raise NotSeparable("a gather whose index does not carry the sequence where its source does")
         merge_axis(first, second)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Kind, Layout, NotSeparable, Role
+from ..graph.facts import COLUMN_AXIS, Kind, Layout, NotSeparable, Role, shape_of
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, normalize_dim, rule
 from .row_orders import sorted_rows
@@ -75,11 +75,15 @@ def layer_norm(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
 def sort(ctx: RuleContext, node: Node) -> Layout:
-    """Along a dim without the sequence rows stay rows; sorted rows are in an order of their own."""
+    """Along a dim without the sequence rows stay rows; sorted rows are in an order of their own.
+
+    Columns may be sorted, see NOTE [columns that are selected].
+    """
     call = arguments(node)
     layout = ctx.layout(call["self"])
     dim = normalize_dim(call["dim"], len(layout))
-    return sorted_rows(ctx, node) if layout and layout[dim] is not None else layout
+    rows = bool(layout) and layout[dim] not in (None, COLUMN_AXIS)
+    return sorted_rows(ctx, node) if rows else layout
 
 
 @rule(aten.cumsum.default, aten.cumprod.default)
@@ -93,11 +97,17 @@ def scan(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.topk.default)
 def topk(ctx: RuleContext, node: Node) -> Layout:
-    """A selection along a dim without the sequence: each row selects by itself."""
+    """A selection along a dim without the sequence, or of columns: each row selects by itself.
+
+    See NOTE [columns that are selected].
+    """
     call = arguments(node)
     layout = ctx.layout(call["self"])
-    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a selection along")
-    return layout
+    dim = normalize_dim(call["dim"], len(layout))
+    forbid(layout, [dim], "a selection along", Role.ROW)
+    if layout and shape_of(node)[dim] == shape_of(call["self"])[dim]:
+        return layout  # all of them, in another order
+    return tuple(None if d == dim else axis for d, axis in enumerate(layout))
 
 
 @rule(operator.getitem)

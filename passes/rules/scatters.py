@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Layout, NotSeparable
+from ..graph.facts import Layout, NotSeparable, Role
 from ..graph.op_arguments import arguments
 from .pointwise import align
 from .registry import RuleContext, forbid, normalize_dim, rule
@@ -47,12 +47,17 @@ def diagonal_scatter(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
 def scatter(ctx: RuleContext, node: Node) -> Layout:
-    """Entries of each row are replaced or added to, at places that have the same rows."""
+    """Entries of each row are replaced or added to, at places that have the same rows.
+
+    The places may be columns, all of which are there: see NOTE [columns that are selected].
+    """
     call = arguments(node)
     layout = ctx.layout(call["self"])
-    forbid(layout, [normalize_dim(call["dim"], len(layout))], "a scatter along")
+    dim = normalize_dim(call["dim"], len(layout))
+    forbid(layout, [dim], "a scatter along", Role.ROW)
+    rows = tuple(None if d == dim else axis for d, axis in enumerate(layout))
     for operand in (call["index"], call.get("src")):
-        if isinstance(operand, Node) and ctx.layout(operand) != layout:
+        if isinstance(operand, Node) and ctx.layout(operand) not in (rows, layout):
             raise NotSeparable("a scatter of something that does not carry the sequence where its base does")
     return layout
 

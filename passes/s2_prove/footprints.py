@@ -58,7 +58,8 @@ def _zeros_of_weights(scores: Scores, mixing: Mixing) -> Mask | None:
     The columns of the values are contracted with those of the weights, which come before them.
     """
     weights = [n for n in mixing.node.all_input_nodes if scores.facts.has_columns(n)]
-    if len(weights) != 1 or weights[0] in mixing.columns:
+    masked = mixing.node.target is aten.scaled_dot_product_attention.default  # its mask is no weights
+    if len(weights) != 1 or weights[0] in mixing.columns or masked:
         return None
     known = scores.of(weights[0])
     return Mask(known.parts) if known is not None and known.hidden is Hidden.ZERO else None
@@ -73,6 +74,14 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
     and a softmax over the columns of scores that are masked out by the very mask that limits the product.
     A reduction to a number a row, to which what a mask hides adds nothing, reads as far as that mask.
     Any other use of a (row, column) value makes it FULL.
+
+    NOTE [columns that are selected]: which columns a row selects (`topk`, by an indexer of sparse attention)
+    depends on all of them, those that a mask hides included: how equal scores are told apart, on how many
+    there are. So such a row reads all columns, in their own places, and what it makes of them (a scatter into
+    a value of rows and columns, a gather from one) is as if nothing were chunked. As many are selected as a
+    number says; where that is the least of a number and the length, the graph is for lengths on one side of
+    the number. Scores are rounded in chunks otherwise than as a whole: of two that differ by less than that,
+    another may be selected, as another expert may.
     """
     readers: list[Mixing] = []
     crossed: set[Mask] = set()

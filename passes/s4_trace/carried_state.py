@@ -145,7 +145,10 @@ def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
         return [(n, role) for n in operands(node)]
     if node.target is aten.scaled_dot_product_attention.default:
         call = sdpa_arguments(node)
-        return [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
+        found = [(call["query"], role), (call["key"], Role.COLUMN), (call["value"], Role.COLUMN)]
+        mask = call["attn_mask"]
+        streamed = isinstance(mask, Node) and facts.kinds[mask] is Kind.STREAM
+        return [*found, (mask, role)] if streamed else found
     if node.target is RECURRENCE:
         return [(n, role) for n in operands(node)]
     if node.target is CAUSAL_CONV1D:

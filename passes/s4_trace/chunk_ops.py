@@ -181,7 +181,7 @@ def causal_convolution(run: Evaluation, node: Node, role: Role) -> Tensor:
 def baddbmm(run: Evaluation, node: Node, role: Role) -> Tensor:
     """The product of the chunk's rows with the columns so far, then the addend's rows."""
     bias, left, right = node.args[:3]
-    addend = run.operand(bias, role, run.facts.layouts[node])
+    addend = run.aligned(bias, role, run.facts.layouts[node])
     right_role = Role.COLUMN if node in run.facts.mixings else role
     product = run.operand(left, role), run.operand(right, right_role)
     alpha, beta = (node.kwargs.get(k, 1) for k in ("alpha", "beta"))

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Facts, Kind, Mask, PassError, Segment, expression, operands, tensors_of
+from ..graph.facts import Facts, Kind, Mask, PassError, Reach, Segment, expression, operands, tensors_of
 from ..s2_prove.independent_samples import Samples, batch, batch_size
 from ..s4_trace.chunk_program import ChunkProgram
 from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
@@ -132,7 +132,8 @@ class SegmentPrograms:
         """The trace that a kind is made of. See NOTE [one trace, several programs]."""
         if kind == "loss":
             return "joint"
-        shared = self.diff_outputs and not extent.full
+        full = extent.full or self.segment.reach is Reach.FULL  # of the rows alone nothing but states is made
+        shared = self.diff_outputs and not full
         return "joint" if shared and kind in ("forward", "states") else kind
 
     def reads_kept(self, kind: str) -> bool:

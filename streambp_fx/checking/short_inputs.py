@@ -20,8 +20,9 @@ ROWS, CHUNK = 25, 8
 SAMPLES = 2
 # Rows behind a window, so that a whole chunk begins where the window does not reach the first row.
 BEYOND_WINDOW = CHUNK + 1
-# The longest sequence that is tried where capture has assumed more rows, or a window has them.
-MOST_ROWS = 200
+# The longest sequence that is tried for a window. Where capture has assumed more rows, longer ones are tried,
+# each by so much longer than the one before, up to a share of the step's.
+MOST_ROWS, LONGER, MOST_SHARE = 200, 1.25, 0.25
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class ShortSizes:
 
 
 def chunk_for(rows: int) -> int:
-    """Rows of a chunk such that there are up to four, none of a single row."""
+    """Rows of a chunk such that there are up to four, none of a single row, or more of a few rows each."""
     count = min(4, rows // 2)
-    return CHUNK if rows >= ROWS else -(-rows // max(1, count))
+    return CHUNK if ROWS <= rows <= MOST_ROWS else -(-rows // max(1, count))
 
 
 def wanted_rows(facts: Facts) -> int:
@@ -72,6 +73,10 @@ def candidates(
     total = real[sequence]
     near = [n for n in range(MOST_ROWS + 1) if 2 <= n <= total]
     lengths = sorted(near, key=lambda n: (n < wanted, abs(n - wanted))) or [total]
+    beyond = MOST_ROWS * LONGER
+    while beyond <= total * MOST_SHARE:
+        lengths.append(int(beyond))
+        beyond *= LONGER
     samples: list[int | None] = [None]
     if batch is not None:
         samples = list(dict.fromkeys(n for n in (SAMPLES, 4, 3, 1, real[batch]) if n <= real[batch]))

@@ -25,6 +25,7 @@ from adversaries import (
     recurrences,
     reductions,
     scores,
+    selections,
     situations,
     views,
 )
@@ -42,9 +43,11 @@ MODULES = (
     functions,
     gradients,
 )
-MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences)
+MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
+    "selections: an indexer": "compile",
+    "selections: sorted and masked": "transform",
     "experts: sorted and put back": "transform",
     "experts: counts of other keys": "compile",
     "convolutions: before an attention": "compile",
