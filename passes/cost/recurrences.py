@@ -1,11 +1,14 @@
 """What a recurrence holds while it runs, besides what it is given and returns.
 
-Nobody can read that from its op. It is run on tensors without memory, with two numbers of rows, and what is
-alive at once is taken to grow evenly with the rows, and with the samples.
+Nobody can read that from its op, so it is run on tensors without memory. Such a function works on blocks of
+rows, as many as its author found good, and fills the last one up: what is alive at once grows with the square
+of the rows within a block, and with the number of blocks beyond. It grows evenly with the samples.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -17,8 +20,10 @@ from ..graph.facts import expression, tensors_of
 from ..graph.recurrence import KERNELS, RECURRENCES
 from .live_bytes import LiveBytes
 
-#: Rows that are tried: whole numbers of the blocks that such functions have.
-FEW, MANY = 512, 1024
+#: Rows of a block that are tried, the fewest first.
+BLOCKS = (16, 32, 64, 128, 256, 512)
+#: By what share of the bytes of a block a second and a third one may differ from each other.
+EVEN = 0.02
 
 
 def inner_bytes(node: Node) -> sympy.Expr:
@@ -28,9 +33,24 @@ def inner_bytes(node: Node) -> sympy.Expr:
     known = RECURRENCES[node.args[0]]  # type: ignore[index]
     shape = [expression(s) for s in tensors_of(node.args[1][known.like])[0].shape]  # type: ignore[index]
     rows = shape.pop(known.rows)
-    few, many = (_bytes_of(node, rows, number) for number in (FEW, MANY))
     samples = sympy.Mul(*(s for s in shape if not s.is_Integer))
-    return (few + sympy.Rational(many - few, MANY - FEW) * (rows - FEW)) * samples
+    return _by_blocks(rows, functools.cache(functools.partial(_bytes_of, node, rows))) * samples
+
+
+def _by_blocks(rows: sympy.Expr, bytes_of: Callable[[int], int]) -> sympy.Expr:
+    """Bytes as an expression in the rows, from those of a few numbers of rows."""
+    block = next((b for b in BLOCKS if _grows_evenly(b, bytes_of)), BLOCKS[-1])
+    first, more = bytes_of(block), bytes_of(3 * block) - bytes_of(2 * block)
+    beyond = first + more * (sympy.ceiling(rows / block) - 1)
+    tried = [(n, bytes_of(n)) for n in (block // 8, block // 4, block // 2, block)]
+    within = sympy.ceiling(sympy.interpolate(tried, rows))
+    return sympy.Piecewise((within, rows <= block), (beyond, True))
+
+
+def _grows_evenly(block: int, bytes_of: Callable[[int], int]) -> bool:
+    """True if each block of so many rows holds as much more as the one before."""
+    one, two, three = (bytes_of(k * block) for k in (1, 2, 3))
+    return two - one > 0 and abs((three - two) - (two - one)) <= EVEN * one
 
 
 def _bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:

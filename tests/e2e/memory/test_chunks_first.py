@@ -176,8 +176,12 @@ def test_predicted_peak_is_what_is_live(family: str, lora: bool) -> None:
     model = build(family, **sizes) if family != "mamba2" else model_of(family)
     model = model.float()
     if lora:
-        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    transform(model, chunk=32, loss_chunk=32, order="chunks", check="never")
+        targets = (
+            "all-linear" if family != "mamba2" else ["in_proj"]
+        )  # of others PEFT says that they do not go
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+    chunk = 64 if family == "mamba2" else 32
+    transform(model, chunk=chunk, loss_chunk=32, order="chunks", check="never")
     step(model, plain(2, 80))
     cost = streambp_fx.schedule(model).cost
     for tokens in (512, 517):
@@ -185,7 +189,7 @@ def test_predicted_peak_is_what_is_live(family: str, lora: bool) -> None:
         predicted = cost.peak(cost.sizes(tokens)).total
         assert live(model, plain(2, tokens)) == pytest.approx(predicted, rel=0.01), tokens
     expression = cost.peak_expression(2)
-    values = {"T": 512, "chunk": 32, "loss_chunk": 32}
+    values = {"T": 512, "chunk": chunk, "loss_chunk": 32}
     bound = int(expression.subs({s: values[s.name] for s in expression.free_symbols}))
     assert bound == pytest.approx(cost.peak(cost.sizes(512)).total, rel=0.05)
 
