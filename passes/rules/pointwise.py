@@ -72,31 +72,15 @@ def _check_covered(ctx: RuleContext, operand: Node, result: list[Axis | None], r
             raise NotSeparable(f"operand {operand.name} is not known to be in the order of sorted rows")
 
 
+# Besides those that PyTorch tags.
 POINTWISE = [
-    "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar", "mul.Tensor",
-    "mul.Scalar", "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default",
-    "remainder.Scalar", "remainder.Tensor", "fmod.Scalar", "neg.default", "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor", "pow.Scalar", "exp.default", "exp2.default", "expm1.default", "log.default",
-    "log2.default", "log1p.default", "sqrt.default", "rsqrt.default", "reciprocal.default", "abs.default",
-    "sign.default", "sin.default", "cos.default", "tanh.default", "sigmoid.default", "relu.default",
-    "relu6.default", "silu.default", "gelu.default", "mish.default", "elu.default", "celu.default",
-    "selu.default", "leaky_relu.default", "hardtanh.default", "hardswish.default", "hardsigmoid.default",
-    "softplus.default", "log_sigmoid.default", "logit.default", "erf.default", "threshold.default",
-    "square.default", "clamp.default", "clamp_min.default", "clamp_max.default", "clamp.Tensor",
-    "minimum.default", "maximum.default", "max.other", "min.other", "where.self", "where.ScalarOther",
-    "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar", "masked_fill.Tensor", "eq.Tensor",
-    "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar", "le.Tensor", "le.Scalar", "gt.Tensor",
-    "gt.Scalar", "ge.Tensor", "ge.Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
-    "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor", "bitwise_not.default",
-    "logical_and.default", "logical_or.default", "logical_xor.default", "logical_not.default",
-    "isfinite.default", "isnan.default", "isinf.default", "nan_to_num.default", "floor.default",
-    "ceil.default", "round.default", "trunc.default", "atan2.default", "lerp.Scalar", "lerp.Tensor",
-    "addcmul.default", "addcdiv.default", "detach.default", "clone.default", "contiguous.default",
-    "alias.default", "to.dtype", "to.device", "to.dtype_layout", "to.other", "_to_copy.default",
-    "type_as.default", "zeros_like.default", "ones_like.default", "full_like.default",
-    "lift_fresh_copy.default", "lift_fresh.default", "dropout.default", "polar.default", "complex.default",
-    "_conj.default", "resolve_conj.default", "conj_physical.default", "real.default",
-    "imag.default", "angle.default",
+    "rsub.Tensor", "floor_divide.default", "hardswish.default", "log_sigmoid.default", "where.ScalarOther",
+    "where.ScalarSelf", "where.Scalar", "masked_fill.Tensor", "__and__.Tensor", "__or__.Tensor",
+    "detach.default", "contiguous.default", "alias.default", "to.dtype", "to.device", "to.dtype_layout",
+    "to.other", "_to_copy.default", "type_as.default", "zeros_like.default", "ones_like.default",
+    "full_like.default", "lift_fresh_copy.default", "lift_fresh.default", "dropout.default",
+    "polar.default", "complex.default", "_conj.default", "resolve_conj.default", "real.default",
+    "imag.default",
 ]  # fmt: skip
 
 

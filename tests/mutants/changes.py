@@ -56,7 +56,7 @@ def conditions(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
     if isinstance(node, (ast.If, ast.IfExp, ast.While)):
         yield node.test, "False"
         yield node.test, "True"
-    if isinstance(node, ast.BoolOp):
+    if isinstance(node, ast.BoolOp) and not _has_default(node):
         parts = [text_of(n, source) for n in node.values]
         word = " or " if isinstance(node.op, ast.And) else " and "
         yield node, "(" + word.join(f"({p})" for p in parts) + ")"
@@ -65,6 +65,12 @@ def conditions(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
             yield node, "(" + same.join(f"({p})" for p in parts[:k] + parts[k + 1 :]) + ")"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield node, f"bool({text_of(node.operand, source)})"
+
+
+def _has_default(node: ast.BoolOp) -> bool:
+    """True for `value or {}`: of a value that is there in any case nothing changes."""
+    last = node.values[-1]
+    return isinstance(last, (ast.Dict, ast.List, ast.Tuple)) and not ast.unparse(last).strip("{}[]()")
 
 
 def entries(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:

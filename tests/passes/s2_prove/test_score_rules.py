@@ -120,6 +120,7 @@ FULL: dict[str, Weights] = {
     "nothing seen": lambda s, h, o: s.masked_fill(o, LOW).softmax(-1),
     "product of softmaxes": lambda s, h, o: s.softmax(-1) * s.softmax(-1),
     "quotient": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1) / (s.softmax(-1) + 0.1),
+    "quotient of what is not known": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1) / (s.cos() + 2),
     "times what is infinite": lambda s, h, o: s.masked_fill(h, 0.0) * s.masked_fill(h, -INF).exp().log(),
     "dropout before": lambda s, h, o: F.dropout(s.masked_fill(h, LOW), 0.4).softmax(-1),
     "largest of all": lambda s, h, o: (s.masked_fill(h, -INF) - s.amax(-1, keepdim=True)).softmax(-1),
