@@ -13,6 +13,8 @@ HIDDEN, FEED_FORWARD, HEADS, KEY_HEADS, HEAD, LAYERS, VOCAB = 64, 1024, 4, 2, 16
 EXPERTS, TOP = 8, 2
 POSITIONS = 4096
 
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size")
 #: What a size is called, in the configurations of transformers.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
@@ -42,9 +44,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), POSITIONS
     ),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(EXPERT_COUNTS, EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), TOP),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), FEED_FORWARD // EXPERTS),
+    **dict.fromkeys(EXPERT_SIZES, FEED_FORWARD // EXPERTS),
     **dict.fromkeys(
         ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), FEED_FORWARD // EXPERTS
     ),
@@ -73,6 +75,9 @@ _LATENT = {"num_key_value_heads": HEADS}
 _ROTARY = {**_LATENT, "head_dim": HEAD // 2}  # of the latent's rotary part
 _MIXED = {"num_hidden_layers": 4}
 _DECODER = {"is_decoder": True}
+_SHARED = {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+_BY_LAYERS = dict.fromkeys(("full_attention", "sliding_attention"), _SECTIONS)
 #: What some need besides: sizes that must fit each other, and layers of every kind.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -94,11 +99,20 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     # with its sparse attention, which reads later tokens, it cannot be a decoder
     "big_bird": {**_DECODER, "attention_type": "original_full"},
+    "cohere_compass_text": {"rope_parameters": _BY_LAYERS},
+    # its attention asks for a number that its configuration does not have by itself
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": KEY_HEADS},
+        "ffn_config": {
+            "ffn_hidden_size": FEED_FORWARD // EXPERTS, "moe_num_experts": EXPERTS, "moe_top_k": TOP
+        },
+    },
     "dots3_note_text": _LATENT,
     "falcon_h1": {"mamba_d_ssm": 8 * HEAD},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    **dict.fromkeys(("zamba", "zamba2"), _SHARED),
     "mamba2": {"num_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -130,7 +144,12 @@ def make_config(family: str) -> Any:
         known = set()
     known |= set(getattr(kind, "__dataclass_fields__", ())) | set(getattr(kind, "attribute_map", ()))
     wanted = {k: v for k, v in SIZES.items() if k in known}
+    if known & set(EXPERT_COUNTS) and not known & set(EXPERT_SIZES):  # its experts have the size of a layer
+        wanted.update(dict.fromkeys(known & {"intermediate_size", "ffn_hidden_size"}, FEED_FORWARD // EXPERTS))
     config = kind(**{**wanted, **OWN.get(family, {})})
+    for key in EXPERT_SIZES:  # where another size has the same name as well
+        if getattr(config, key, None) == FEED_FORWARD:
+            setattr(config, key, FEED_FORWARD // EXPERTS)
     for key, value in vars(config).items():
         random = any(word in key for word in ("dropout", "pdrop", "layerdrop", "jitter"))
         if isinstance(value, float) and random:
