@@ -145,7 +145,8 @@ def make_config(family: str) -> Any:
     known |= set(getattr(kind, "__dataclass_fields__", ())) | set(getattr(kind, "attribute_map", ()))
     wanted = {k: v for k, v in SIZES.items() if k in known}
     if known & set(EXPERT_COUNTS) and not known & set(EXPERT_SIZES):  # its experts have the size of a layer
-        wanted.update(dict.fromkeys(known & {"intermediate_size", "ffn_hidden_size"}, FEED_FORWARD // EXPERTS))
+        of_layers = known & {"intermediate_size", "ffn_hidden_size"}
+        wanted.update(dict.fromkeys(of_layers, FEED_FORWARD // EXPERTS))
     config = kind(**{**wanted, **OWN.get(family, {})})
     for key in EXPERT_SIZES:  # where another size has the same name as well
         if getattr(config, key, None) == FEED_FORWARD:
