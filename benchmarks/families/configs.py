@@ -110,6 +110,8 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note_text": _LATENT,
     "falcon_h1": {"mamba_d_ssm": 8 * HEAD},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
+    "gemma4_text": {"global_head_dim": HEAD, "hidden_size_per_layer_input": HEAD},
+    "gemma4_unified_text": {"global_head_dim": HEAD},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     **dict.fromkeys(("zamba", "zamba2"), _SHARED),

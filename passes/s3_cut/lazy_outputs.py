@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, operands
-from .segment import is_product, is_reduction, row_bytes
+from .alive_bytes import row_bytes
+from .segment import is_product, is_reduction
 
 
 def lazy_outputs(facts: Facts, logits: str) -> Facts:

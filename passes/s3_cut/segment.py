@@ -13,14 +13,14 @@ import operator
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import Node
 
-from ..graph.facts import Axis, Facts, Kind, Reach, Role, Segment, operands, shape_of, tensors_of
+from ..graph.facts import Facts, Kind, Reach, Segment, operands, shape_of
 from ..graph.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
 from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
+from .alive_bytes import alive_costs, lifetimes, own_costs, row_axis, row_bytes
 from .context_cuts import context_cuts
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
@@ -64,18 +64,6 @@ def _streamed(facts: Facts) -> list[Node]:
     return sorted(order, key=lambda n: n not in facts.context or position[n] > first)
 
 
-def row_axis(facts: Facts, node: Node) -> tuple[int, Axis] | None:
-    """Dim and axis of the rows of a value that can be stored by rows, else None."""
-    layout = facts.layouts.get(node)
-    if layout is None or isinstance(node.meta["val"], (tuple, list)) or node in facts.local:
-        return None
-    found = [(d, a) for d, a in enumerate(layout) if a is not None]
-    if len(found) != 1 or found[0][1].role is not Role.ROW or found[0][1].order is not None:
-        return None
-    sizes = [s for d, s in enumerate(shape_of(node)) if d != found[0][0]]
-    return None if any(facts.sequence in s.free_symbols for s in sizes) else found[0]
-
-
 def samples(facts: Facts) -> sympy.Expr:
     """How many sequences there are: the number of rows of the last segment's input at one position."""
     streamed = [n for s in reversed(facts.segments) if s.chunked for n in s.rows]
@@ -86,50 +74,6 @@ def samples(facts: Facts) -> sympy.Expr:
     sizes = shape_of(node)
     width = len(sizes) - 1  # the last dim, if it is not the sequence, is the width of a row
     return sympy.Mul(axis.outer, axis.inner, *(s for d, s in enumerate(sizes) if d not in (dim, width)))
-
-
-def row_bytes(facts: Facts, node: Node) -> float:
-    """Bytes of one row (of all samples) of a stored value; infinite if it cannot be stored by rows."""
-    rows = row_axis(facts, node)
-    if rows is None:
-        return math.inf
-    dim, axis = rows
-    sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
-    return facts.in_numbers(sympy.Mul(*sizes)) * tensors_of(node)[0].element_size()
-
-
-def _alive_costs(facts: Facts, order: list[Node]) -> list[float]:
-    """Bytes a row alive just before each position (and after the last).
-
-    A context before the rows is held anyway, and costs nothing. What a layer makes of it amid rows cannot be
-    stored by rows: there is no cut while it is alive.
-    """
-    position = {n: k for k, n in enumerate(order)}
-    end = len(order)
-    first = next((k for k, n in enumerate(order) if n not in facts.context), end)
-    change = [0.0] * (end + 2)
-    barred = [0.0] * (end + 2)
-    sources = [n for n in facts.nodes if n.op == "placeholder" and facts.kinds[n] is Kind.STREAM]
-    for node in (*sources, *order):
-        held = node in facts.context and isinstance(node.meta["val"], torch.Tensor)
-        if not tensors_of(node) or (held and position.get(node, -1) < first):
-            continue
-        born = position.get(node, -1) + 1
-        uses = [position.get(u, end) for u in node.users if u.op != "output"]
-        last = max(uses, default=born - 1)
-        if last < born:
-            continue
-        cost = row_bytes(facts, node)
-        target = barred if math.isinf(cost) else change
-        amount = 1 if math.isinf(cost) else cost
-        target[born] += amount
-        target[last + 1] -= amount
-    costs, alive, bars = [], 0.0, 0.0
-    for k in range(end + 1):
-        alive += change[k]
-        bars += barred[k]
-        costs.append(math.inf if bars else alive)
-    return costs
 
 
 def _stops(facts: Facts, order: list[Node]) -> list[int]:
@@ -172,19 +116,22 @@ def _head(facts: Facts, order: list[Node], after: int) -> int | None:
 
 
 def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
-    costs = _alive_costs(facts, order)
+    lives = list(lifetimes(facts, order))
+    costs = alive_costs(lives, len(order))
     stops = _stops(facts, order)
     head = _head(facts, order, stops[-1] if stops else -1)
     walls = sorted({*stops, *_inner_heads(facts, order, costs, stops), *(() if head is None else (head,))})
     gaps = [gap for a, b in itertools.pairwise([-1, *walls]) for gap in _gaps(facts, order, a + 1, b)]
     ordinary = [min(costs[a : b + 1]) for a, b, usual in gaps if usual]
-    limit = EXPENSIVE * min((c for c in ordinary if c > 0), default=math.inf)
+    places = [_cheapest(costs, start, stop) for start, stop, _ in gaps]
+    own = own_costs(lives, places)
+    usual_places = [place for place, (_, _, usual) in zip(places, gaps, strict=True) if usual]
+    limit = EXPENSIVE * min((own[k] for k in usual_places if own[k] > 0), default=math.inf)
     cuts: list[int] = []
-    for start, stop, usual in gaps:
-        least = min(costs[start : stop + 1])
-        if math.isinf(least) or (usual and least > limit):
+    for cut, (start, stop, usual) in zip(places, gaps, strict=True):
+        least = costs[cut]
+        if math.isinf(least) or (usual and own[cut] > limit):
             continue
-        cut = max(k for k in range(start, stop + 1) if costs[k] == least)
         if len(cuts) > 1 and order[start - 1] in facts.mixings:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]
             cut = _like_another(order, cuts, near, cut)
@@ -202,6 +149,12 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     epilogue_at, returned = _epilogue(facts, order, costs, head, cuts), shown(facts)
     behind = {k + 1 for k, n in enumerate(order[:epilogue_at]) if n in returned and costs[k + 1] < math.inf}
     return sorted({*cuts, *behind, *context_cuts(facts, order[:epilogue_at])} - {epilogue_at}), epilogue_at
+
+
+def _cheapest(costs: list[float], start: int, stop: int) -> int:
+    """The last of the positions at which the fewest bytes are alive."""
+    least = min(costs[start : stop + 1])
+    return max(k for k in range(start, stop + 1) if costs[k] == least)
 
 
 def _gaps(facts: Facts, order: list[Node], start: int, stop: int) -> list[tuple[int, int, bool]]:

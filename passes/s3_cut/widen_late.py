@@ -13,7 +13,7 @@ from fractions import Fraction
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, operands
-from .segment import row_bytes
+from .alive_bytes import row_bytes
 
 
 def widen_late(facts: Facts) -> Facts:

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, expression, shape_of, sum_dtype, tensors_of
 from ..graph.symbols import SymbolTable, evaluate
-from ..s3_cut.segment import row_axis
+from ..s3_cut.alive_bytes import row_axis
 from ..step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from .carried_state import Ranges, state_of_recurrence
 from .evaluation import narrow

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..graph.facts import Facts
-from ..s3_cut.segment import row_axis
+from ..s3_cut.alive_bytes import row_axis
 from ..step.instructions import Buffer, BufferKind
 from ..step.saving import Price, everywhere
 from .build import written_over

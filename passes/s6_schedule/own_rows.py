@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from ..graph.facts import Facts
-from ..s3_cut.segment import row_axis
+from ..s3_cut.alive_bytes import row_axis
 from .program import (
     Again,
     Call,

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ..passes.graph.facts import Kind, PassError, Segment
 from ..passes.graph.sources import path, source_line
 from ..passes.graph.symbols import evaluate_size
-from ..passes.s3_cut.segment import row_axis
+from ..passes.s3_cut.alive_bytes import row_axis
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.chunk_program import ChunkProgram
 from ..passes.s4_trace.vjp import Columns

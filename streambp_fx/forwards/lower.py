@@ -12,6 +12,7 @@ import torch
 from ..backend import compile_graph
 from ..dynamo.this_backend import MARK
 from ..models.checkpointing import layers_of
+from ..models.nested_models import is_of_transformers
 from ..schedule import Schedule
 from ..unstreamed import Otherwise
 
@@ -43,8 +44,10 @@ def stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs:
     otherwise = None
     if owner.may_checkpoint():
         otherwise = Otherwise(_not_streamed, layers_of(owner.model))
-    elif owner.sharded is not None:
-        otherwise = Otherwise(_not_streamed)
+    elif owner.sharded is not None or is_of_transformers(owner.model, owner.original):
+        otherwise = Otherwise(
+            _not_streamed
+        )  # a captured graph of transformers makes masks that eager does not
     dims, sharded = owner.sequence_dims, owner.sharded
     return compile_graph(
         module,

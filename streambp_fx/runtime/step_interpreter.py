@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..passes.graph.facts import Facts, Segment, shape_of, tensors_of
 from ..passes.graph.symbols import evaluate_size
 from ..passes.s2_prove.inner_outputs import is_shown
-from ..passes.s3_cut.segment import row_axis
+from ..passes.s3_cut.alive_bytes import row_axis
 from ..passes.s6_schedule.program import (
     Call,
     CallLoss,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from ..passes.graph.sources import path, source_line
-from ..passes.s3_cut.segment import row_bytes
+from ..passes.s3_cut.alive_bytes import row_bytes
 
 if TYPE_CHECKING:
     from .scheduled_segment import ScheduledSegment

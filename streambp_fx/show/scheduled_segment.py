@@ -10,7 +10,7 @@ from torch.fx import Node
 from ..passes.cost.program import op_name
 from ..passes.graph.facts import Reach, Segment, shape_of, tensors_of
 from ..passes.graph.sources import path
-from ..passes.s3_cut.segment import row_bytes
+from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s4_trace.carried_state import find_states
 from ..passes.step.instructions import Procedure
 from ..passes.step.text import text

@@ -11,8 +11,9 @@ from ..cost.held_bytes import Moment
 from ..cost.step import StepCost
 from ..options import Options
 from ..passes.graph.facts import Facts, Segment
+from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
-from ..passes.s3_cut.segment import row_bytes, samples
+from ..passes.s3_cut.segment import samples
 from ..passes.s6_schedule.program import ChunksFirst, unrolled
 from .scheduled_segment import ScheduledSegment
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from ...passes.graph.facts import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ...passes.s2_prove.gradient_edges import reached
 from ...passes.s2_prove.independent_samples import Samples
-from ...passes.s3_cut.segment import row_axis
+from ...passes.s3_cut.alive_bytes import row_axis
 from ...passes.s4_trace.carried_state import state_of_recurrence
 from ...passes.s4_trace.evaluation import narrow
 from ...passes.s4_trace.program_inputs import Extent

@@ -11,7 +11,7 @@ from html import escape
 from torch.fx import Node
 
 from ...passes.graph.facts import Reach
-from ...passes.s3_cut.segment import row_bytes
+from ...passes.s3_cut.alive_bytes import row_bytes
 from ...units import readable
 from ..scheduled_segment import READS, ScheduledSegment
 from ..scheduled_step import ScheduledStep

@@ -7,7 +7,7 @@ from html import escape
 
 from ...passes.graph.printing import place
 from ...passes.graph.sources import source_line
-from ...passes.s3_cut.segment import row_bytes
+from ...passes.s3_cut.alive_bytes import row_bytes
 from ...units import readable
 from ..scheduled_segment import ScheduledSegment
 from ..step_memory import StepMemory

@@ -162,6 +162,30 @@ class Scaled(Stack):
         return F.cross_entropy(self.head(x).view(-1, 11), labels.view(-1))
 
 
+def test_an_input_for_each_layer_is_stored_once() -> None:
+    """It is far wider than what else is alive between two layers, at each of which it would be counted."""
+
+    class Fed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.wide = (
+                OneLayer(lambda m, x: attend(m, x, is_causal=True)),
+                nn.Embedding(11, 3 * 80),
+            )
+            self.narrow = nn.Linear(80, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            own, x = self.wide(ids).unflatten(-1, (3, 80)), self.layer.embed(ids)
+            for k in range(3):
+                x = x + self.layer.out(attend(self.layer, x, is_causal=True))
+                x = x + self.narrow(own[:, :, k])
+            return self.layer.head(x)
+
+    facts = facts_of(Fed(), torch.randint(0, 11, (2, 13)))
+    layers = [s for s in facts.segments if s.mixings]
+    assert [len(s.mixings) for s in layers] == [1, 1, 1]
+
+
 def test_what_a_layer_makes_of_its_weights_does_not_begin_a_model() -> None:
     """Between layers lies the residual stream alone, as if there were no such value."""
     ids = torch.randint(0, 11, (2, 13))
