@@ -38,16 +38,24 @@ def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
     return run.operand(node.args[0], role).expand(run.local_shape(node, role))
 
 
-@emit(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor)
+@emit(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.lerp.Scalar)
 def broadcast(run: Evaluation, node: Node, role: Role) -> Tensor:
-    """Three operands, each with the sizes of the result.
+    """Operands, each with the sizes of the result.
 
     PyTorch's way to make them alike knows no symbolic sizes under `torch.func`.
     """
     layout = run.facts.layouts[node]
     shape = run.local_shape(node, role)
-    operands = [run.aligned(n, role, layout).expand(shape) for n in node.args]
+    operands = [run.aligned(n, role, layout).expand(shape) if isinstance(n, Node) else n for n in node.args]
     return node.target(*operands, **node.kwargs)
+
+
+@emit(aten.hardshrink.default)
+def hardshrink(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """By comparisons: the op's own backward knows no symbolic sizes."""
+    call = arguments(node)
+    value, bound = run.operand(call["self"], role), call["lambd"]
+    return torch.where((value >= -bound) & (value <= bound), torch.zeros_like(value), value)
 
 
 @emit(aten.pad.default, aten.constant_pad_nd.default)
@@ -108,7 +116,8 @@ def view_as_complex(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(aten.dropout.default)
 def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Dropout whose random numbers can be drawn again in the backward."""
-    return run.dropout(node, run.operand(node.args[0], role), node.args[1])
+    value, probability, training = run.operand(node.args[0], role), *node.args[1:3]
+    return run.dropout(node, value, probability) if training else value
 
 
 @emit(aten.linear.default)
