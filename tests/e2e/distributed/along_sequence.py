@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import streambp_fx
+from benchmarks.families.configs import make_config
 from streambp_fx.measure.in_float64 import true_double
 
 VOCABULARY = 97
@@ -152,6 +153,15 @@ def _hybrid() -> nn.Module:
     return model
 
 
+def _selecting() -> nn.Module:
+    """Each row attends to columns that an indexer selects among all of them."""
+    config = make_config("deepseek_v32")
+    config.vocab_size, config.index_topk = VOCABULARY, 8
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
 class _Gate(nn.Module):
     """Between two layers: rows are multiplied by what is made of all of them, which no chunk can do."""
 
@@ -205,6 +215,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": _experts,
     "recurrent": _recurrent,
     "hybrid": _hybrid,
+    "selecting": _selecting,
     "unchunked": _unchunked,
     "last but one": _LastButOne,
     "shown": _Shown,

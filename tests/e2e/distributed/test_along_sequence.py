@@ -61,6 +61,7 @@ SLOW = [
     Case("window", padding="right"),
     Case("experts"),
     Case("hybrid"),
+    Case("selecting", padding="left"),
     Case("unchunked"),
     Case("last but one"),
     Case(objective="outside"),
