@@ -9,7 +9,17 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Axis, Kind, Layout, NotSeparable, Role, expression, shape_of, tensors_of
+from ..graph.facts import (
+    ROW_AXIS,
+    Axis,
+    Kind,
+    Layout,
+    NotSeparable,
+    Role,
+    expression,
+    shape_of,
+    tensors_of,
+)
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, merge_axis, normalize_dim, rule
 
@@ -66,10 +76,17 @@ def regroup(layout: Layout, before: tuple[sympy.Expr, ...], after: tuple[sympy.E
 
 
 def _smaller(first: sympy.Expr, second: sympy.Expr) -> bool:
-    """Compare two sizes at large prime values of their symbols (the result is checked exactly later)."""
+    """Compare two sizes at large prime values of their symbols (the result is checked exactly later).
+
+    Raises:
+        NotSeparable: one of them has no value there: a number that the sequence divides leaves nothing.
+    """
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     point = {s: sympy.prime(10_000 + 97 * k) for k, s in enumerate(symbols)}
-    return bool(first.subs(point) < second.subs(point))
+    try:
+        return bool(first.subs(point) < second.subs(point))
+    except ZeroDivisionError:
+        raise NotSeparable(f"a view whose sizes are {first} and {second}") from None
 
 
 def _place_axis(
@@ -159,12 +176,14 @@ def squeeze(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(aten.expand.default, aten.broadcast_to.default, aten.expand_as.default)
 def expand(ctx: RuleContext, node: Node) -> Layout:
-    """Dims of size 1 are repeated; to repeat a value along the sequence is refused."""
+    """Dims of size 1 are repeated; along the sequence parameters alone, which are the same in all rows."""
     source = node.args[0]
     if node.target in LIKE_ANOTHER:
         ctx.ignores(arguments(node)["other"])
     layout, before, after = ctx.layout(source), shape_of(source), shape_of(node)
     lead = len(after) - len(before)
+    if ctx.facts.kind(source) is Kind.CONSTANT and after.count(ctx.facts.sequence) == 1:
+        return tuple(ROW_AXIS if size == ctx.facts.sequence else None for size in after)
     for dim, size in enumerate(after):
         grown = dim < lead or before[dim - lead] != size
         if grown and ctx.facts.sequence in size.free_symbols:
@@ -210,6 +229,11 @@ def select(ctx: RuleContext, node: Node) -> Layout:
     layout = ctx.layout(call["self"])
     dim = normalize_dim(call["dim"], len(layout))
     forbid(layout, [dim], "a selection on")
+    if (
+        isinstance(call["index"], Node)
+        and ctx.facts.sequence in expression(call["index"].meta["val"]).free_symbols
+    ):
+        raise NotSeparable("an entry whose place is the length of the sequence")
     return layout[:dim] + layout[dim + 1 :]
 
 

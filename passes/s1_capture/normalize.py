@@ -264,8 +264,11 @@ def _is_order(node: Any) -> bool:
 
 @rewrite(aten.cat.default)
 def cat_with_nothing(graph: Graph, node: Node) -> Node | None:
-    """An empty tensor of one dim may be joined with anything (an empty cache): it leaves no trace."""
-    parts = [p for p in node.args[0] if shape_of(p) != (0,)]
+    """What has no entries (an empty cache) leaves no trace: of one dim, or along the dim that is joined."""
+    dim = arguments(node)["dim"]
+    parts = [p for p in node.args[0] if shape_of(p) != (0,) and shape_of(p)[dim] != 0]
+    if any(p.meta["val"].dtype != node.meta["val"].dtype for p in parts):
+        return None  # what is left out may have had a say in the dtype
     if len(parts) == len(node.args[0]) or not parts:
         return None
     return parts[0] if len(parts) == 1 else insert(graph, node, node.target, parts, *node.args[1:])

@@ -32,6 +32,13 @@ def reshape(run: Evaluation, node: Node, role: Role) -> Tensor:
     return run.operand(node.args[0], role).reshape(run.local_shape(node, role))
 
 
+@emit(aten.repeat_interleave.self_int)
+def repeat_interleave(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Without the size of the result, which is that of all rows."""
+    call = arguments(node)
+    return run.operand(call["self"], role).repeat_interleave(call["repeats"], call["dim"])
+
+
 @emit(*EXPANDS)
 def expand(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Repeated to the sizes of the chunk."""
@@ -50,12 +57,13 @@ def broadcast(run: Evaluation, node: Node, role: Role) -> Tensor:
     return node.target(*operands, **node.kwargs)
 
 
-@emit(aten.hardshrink.default)
-def hardshrink(run: Evaluation, node: Node, role: Role) -> Tensor:
-    """By comparisons: the op's own backward knows no symbolic sizes."""
+@emit(aten.hardshrink.default, aten.softshrink.default)
+def shrink(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """By comparisons: the ops' own backwards know no symbolic sizes."""
     call = arguments(node)
     value, bound = run.operand(call["self"], role), call["lambd"]
-    return torch.where((value >= -bound) & (value <= bound), torch.zeros_like(value), value)
+    moved = value - torch.sign(value) * bound if node.target is aten.softshrink.default else value
+    return torch.where((value >= -bound) & (value <= bound), torch.zeros_like(value), moved)
 
 
 @emit(aten.pad.default, aten.constant_pad_nd.default)

@@ -28,6 +28,11 @@ def along_the_sequence(model: OneLayer, x: Tensor) -> Tensor:
     return x * model.query.bias.expand(x.shape[0], x.shape[1], -1)
 
 
+def rows_along_the_sequence(model: OneLayer, x: Tensor) -> Tensor:
+    """Every row gets a number of each row."""
+    return x * model.query(x)[:, :, 0].unsqueeze(1).expand(-1, x.shape[1], -1).sum(-1, keepdim=True)
+
+
 def attention(model: OneLayer, x: Tensor) -> Tensor:
     mixed = torch.nn.functional.scaled_dot_product_attention(*model.heads(x), is_causal=True)
     return mixed.transpose(1, 2).flatten(2)
@@ -40,8 +45,15 @@ def test_rows_stay_rows() -> None:
     assert not reasons(facts)
 
 
-def test_repeated_along_the_sequence() -> None:
+def test_a_parameter_is_the_same_in_all_rows() -> None:
     facts = one_layer(along_the_sequence)
+    (node,) = (n for n in facts.nodes if n.target is aten.expand.default)
+    assert facts.layouts[node] == (None, ROW_AXIS, None)
+    assert not reasons(facts)
+
+
+def test_repeated_along_the_sequence() -> None:
+    facts = one_layer(rows_along_the_sequence)
     (node,) = (n for n in facts.nodes if n.target is aten.expand.default)
     assert facts.refusals[node] == "a value is repeated along the sequence axis"
     assert reasons(facts)
