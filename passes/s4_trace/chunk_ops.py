@@ -124,8 +124,8 @@ def view_as_complex(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(aten.dropout.default)
 def dropout(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Dropout whose random numbers can be drawn again in the backward."""
-    value, probability, training = run.operand(node.args[0], role), *node.args[1:3]
-    return run.dropout(node, value, probability) if training else value
+    value = run.operand(node.args[0], role)
+    return run.dropout(node, value, node.args[1]) if node.args[2] else value
 
 
 @emit(aten.linear.default)
