@@ -175,14 +175,14 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
     reach = Reach.CAUSAL if call["is_causal"] else Reach.FULL
     streamed = isinstance(mask, Node) and ctx.facts.kind(mask) is Kind.STREAM
     if streamed:
-        _check_streamed_mask(ctx, mask, node)
+        _check_streamed_mask(ctx, mask)
     limit = Mask.of(mask) if isinstance(mask, Node) and not streamed else None
     ctx.mixes(Mixing(node, columns=(key, value), mask=limit, reach=reach))
     ctx.seen.add(mask)  # read by rows and columns, see `footprints`
     return expected
 
 
-def _check_streamed_mask(ctx: RuleContext, mask: Node, attention: Node) -> None:
+def _check_streamed_mask(ctx: RuleContext, mask: Node) -> None:
     """A mask that depends on parameters is one of rows and columns, and no gradient goes through it.
 
     Raises:

@@ -45,9 +45,8 @@ def stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs:
     if owner.may_checkpoint():
         otherwise = Otherwise(_not_streamed, layers_of(owner.model))
     elif owner.sharded is not None or is_of_transformers(owner.model, owner.original):
-        otherwise = Otherwise(
-            _not_streamed
-        )  # a captured graph of transformers makes masks that eager does not
+        # a captured graph of transformers makes masks that eager does not
+        otherwise = Otherwise(_not_streamed)
     dims, sharded = owner.sequence_dims, owner.sharded
     return compile_graph(
         module,
