@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Kind, Layout, NotSeparable, Role, shape_of
+from ..graph.facts import COLUMN_AXIS, ROW_AXIS, Kind, Layout, Mixing, NotSeparable, Role, shape_of
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, forbid, merge_aligned, merge_axis, normalize_dim, rule
 
@@ -41,6 +43,8 @@ def gather(ctx: RuleContext, node: Node) -> Layout:
     The elements may be columns, all of which are there: see NOTE [columns that are selected].
     """
     call = arguments(node)
+    if ctx.facts.kind(call["index"]) is Kind.SQUARE:
+        return _columns_of_data(ctx, node, call)
     layout, wanted = ctx.layout(call["self"]), ctx.layout(call["index"])
     if len(layout) != len(wanted):
         raise NotSeparable("a gather from a number")
@@ -52,6 +56,25 @@ def gather(ctx: RuleContext, node: Node) -> Layout:
             raise NotSeparable("a gather whose index does not carry the sequence where its source does")
         merge_axis(first, second)
     return wanted
+
+
+def _columns_of_data(ctx: RuleContext, node: Node, call: dict[str, Any]) -> Layout:
+    """What data of rows and columns picks from each row, a bias by distance say, has these columns.
+
+    They come into being here, as scores do in a product, and are followed as those are.
+
+    Raises:
+        NotSeparable: the data has the sequence in other dims than the rows and what is picked from.
+    """
+    layout, index = ctx.layout(call["self"]), call["index"]
+    dim = normalize_dim(call["dim"], len(layout))
+    rows = [d for d, axis in enumerate(layout) if axis is not None]
+    of_sequence = [d for d, size in enumerate(shape_of(index)) if ctx.facts.sequence in size.free_symbols]
+    if [layout[d] for d in rows] != [ROW_AXIS] or dim in rows or of_sequence != sorted([*rows, dim]):
+        raise NotSeparable("a gather by data whose rows and columns are not those of its source")
+    ctx.seen.add(index)
+    ctx.mixes(Mixing(node, columns=()))
+    return tuple(COLUMN_AXIS if d == dim else axis for d, axis in enumerate(layout))
 
 
 @rule(aten.index_select.default)

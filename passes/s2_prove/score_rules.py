@@ -36,6 +36,12 @@ def product(scores: Scores, node: Node, call: Call) -> Score | None:
     return ORDINARY if node in scores.facts.mixings else None
 
 
+@transfer(aten.gather.default)
+def gather(scores: Scores, node: Node, call: Call) -> Score | None:
+    """Numbers of each row at places that data says."""
+    return ORDINARY if node in scores.facts.mixings else None
+
+
 @transfer(aten.baddbmm.default)
 def baddbmm(scores: Scores, node: Node, call: Call) -> Score | None:
     """A product, and data that is added to it."""

@@ -149,7 +149,7 @@ def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
         mask = call["attn_mask"]
         streamed = isinstance(mask, Node) and facts.kinds[mask] is Kind.STREAM
         return [*found, (mask, role)] if streamed else found
-    if node.target is RECURRENCE:
+    if node.target in (RECURRENCE, aten.gather.default):
         return [(n, role) for n in operands(node)]
     if node.target is CAUSAL_CONV1D:
         return [(n, Role.COLUMN if n is node.args[0] else role) for n in operands(node)]

@@ -156,6 +156,16 @@ def cross_entropy(run: Evaluation, node: Node, role: Role) -> Tensor:
     return aten.cross_entropy_loss.default(**values)
 
 
+@emit(aten.gather.default)
+def gather(run: Evaluation, node: Node, role: Role) -> Tensor:
+    """Picked by data of rows and columns: by those of the chunk."""
+    if node not in run.facts.mixings:
+        return run.call(node, role, None)
+    call = arguments(node)
+    index = run.operand(call["index"], role, run.facts.layouts[node]).expand(run.local_shape(node, role))
+    return run.operand(call["self"], role).gather(call["dim"], index)
+
+
 @emit(RECURRENCE)
 def recurrence(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Its step, from the state of the chunk before to the one that it leaves."""

@@ -25,6 +25,7 @@ COLUMNS: dict[Any, tuple[int | str, ...]] = {
     aten.baddbmm.default: (2, "batch2"),
     CAUSAL_CONV1D: (0, "input"),
     RECURRENCE: (1, "operands"),
+    aten.gather.default: (),
 }
 PRODUCT_COLUMNS: tuple[int | str, ...] = (1, "other", "mat2")
 Substitute = Callable[[Node, bool], Any]

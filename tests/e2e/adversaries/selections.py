@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from e2e_adversary import STREAMED, WARNED, WHATEVER, Cases
-from e2e_subject import NEVER, Subject, heads, joined, later
+from e2e_subject import NEVER, Subject, grid, heads, joined, later
 from torch import Tensor
 
 CASES = Cases("selections")
@@ -173,3 +173,78 @@ def a_column_of_the_scores(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """A place beyond the rows so far, for all rows alike."""
     places = torch.full((1, 1, 1, 1), x.shape[1] - 1).expand(x.shape[0], 3, x.shape[1], 1)
     return x + m.scores(x).gather(-1, places).mean(1)
+
+
+# ---- columns that data picks from rows: a bias by distance
+
+
+def distance(x: Tensor) -> Tensor:
+    i, j = grid(x)
+    return i - j
+
+
+def by_distance(m: Subject, x: Tensor, most: int = 5) -> Tensor:
+    """(batch, heads, T, T): for each head a number of each row for each distance up to the most."""
+    numbers = m.lin(x).unflatten(-1, (3, 4)).transpose(1, 2) @ m.table[:4, :most]
+    return numbers.gather(-1, distance(x).clamp(0, most - 1).expand(x.shape[0], 3, -1, -1))
+
+
+def _biased(function: Any) -> Any:
+    def block(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+        return x + m.weighted(x, function(m, x, later(x)))
+
+    return block
+
+
+def far(x: Tensor) -> Tensor:
+    return (distance(x) < 0) | (distance(x) >= 5)
+
+
+CASES.blocks(
+    {
+        name: _biased(function)
+        for name, function in {
+            "a bias by distance": lambda m, x, h: (
+                (m.scores(x) + by_distance(m, x)).masked_fill(h, NEVER).softmax(-1)
+            ),
+            "a bias by distance alone": lambda m, x, h: by_distance(m, x).masked_fill(h, NEVER).softmax(-1),
+            "a bias of near ones": lambda m, x, h: (
+                (m.scores(x) + by_distance(m, x).masked_fill(far(x), 0.0)).masked_fill(h, NEVER).softmax(-1)
+            ),
+            "a bias under a low mask": lambda m, x, h: (
+                (m.scores(x) + by_distance(m, x)).masked_fill(h, torch.finfo(x.dtype).min).softmax(-1)
+            ),
+            "a bias of all columns": lambda m, x, h: (m.scores(x) + by_distance(m, x)).softmax(-1),
+            "a sum of biases": lambda m, x, h: (
+                m.scores(x).masked_fill(h, 0.0) / (3 + by_distance(m, x).sum(-1, keepdim=True).square())
+            ),
+            "the largest bias": lambda m, x, h: (
+                by_distance(m, x)
+                .masked_fill(h, NEVER)
+                .sub(by_distance(m, x).amax(-1, keepdim=True))
+                .softmax(-1)
+            ),
+            "selected by a bias": lambda m, x, h: torch.zeros_like(m.scores(x)).scatter(
+                -1, (by_distance(m, x) - 1e-3 * distance(x)).topk(KEPT, -1).indices, 0.3
+            ),
+            "a bias turned": lambda m, x, h: (
+                (m.scores(x) + by_distance(m, x).mT).masked_fill(h, NEVER).softmax(-1)
+            ),
+        }.items()
+    },
+    WHATEVER,
+)
+
+
+@CASES.block(WHATEVER)
+def a_bias_of_columns(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The numbers are those of the column."""
+    numbers = m.lin(x).mT[:, None, :5].expand(-1, 3, -1, -1)
+    bias = numbers.gather(-2, distance(x).clamp(0, 4).expand(x.shape[0], 3, -1, -1)[..., :5, :])
+    return x + bias.mean((1, 2)).unsqueeze(-1)
+
+
+@CASES.block(WHATEVER)
+def biases_without_scores(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """No product is near: columns are summed, and are all of them."""
+    return x * by_distance(m, x).sum(-1).mean(1).unsqueeze(-1)
