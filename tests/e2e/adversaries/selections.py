@@ -60,9 +60,9 @@ def _sparse(scores: Any, count: int = KEPT, sees: Any = later) -> Any:
     return block
 
 
+CASES.block(STREAMED, name="an indexer")(_sparse(index_scores))
 CASES.blocks(
     {
-        "an indexer": _sparse(index_scores),
         "an indexer with heads behind the rows": _sparse(index_scores_by_rows),
         "one column of each row": _sparse(index_scores, 1),
         "nothing is hidden": _sparse(index_scores, sees=lambda x: torch.zeros_like(later(x))),
