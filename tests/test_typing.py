@@ -46,6 +46,7 @@ def revealed(tmp_path_factory):
     return [line.split("Revealed type is ")[1].strip('"') for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_what_comes_from_passes_has_its_type(revealed):
     assert revealed[: len(REVEALED)] == REVEALED
     assert len(revealed) == PROBE.count("reveal_type(") and "Any" not in revealed

@@ -90,7 +90,7 @@ def _shared_layer() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", sample([_lora, _frozen_below, _tied, _shared_layer], _lora))
+@pytest.mark.parametrize("make", sample([_lora, _frozen_below, _tied, _shared_layer], _tied))
 def test_what_is_trained(make: Any) -> None:
     batches = {n: BATCHES[n] for n in ("T=67", "padded")}
     _, streamed = check_exact(make, batches, order="chunks")

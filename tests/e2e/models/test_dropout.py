@@ -138,7 +138,7 @@ class DropsRows(torch.nn.Module):
         return F.dropout(torch.ones_like(x) * self.scale, self.p, training=True)
 
 
-@pytest.mark.parametrize("p", [0.25, 0.5])
+@pytest.mark.parametrize("p", [pytest.param(0.25, marks=pytest.mark.slow), 0.5])
 def test_rate_inside_a_layer(p: float) -> None:
     """The gradient of `scale` counts what was kept: compare its mean over seeds with no dropout."""
     model = build("llama").requires_grad_(False)
