@@ -191,5 +191,5 @@ def _check_streamed_mask(ctx: RuleContext, mask: Node) -> None:
     if mask in ctx.facts.needs_grad:
         raise NotSeparable("the mask of an attention depends on parameters, and has a gradient")
     layout = ctx.layout(mask)
-    if layout[-2:] != (Axis(), COLUMN_AXIS) or any(layout[:-2]):
+    if layout[-2:] != (ROW_AXIS, COLUMN_AXIS) or any(layout[:-2]):
         raise NotSeparable("the mask of an attention has its rows or its columns in an unusual place")

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from ..graph.facts import COLUMN_AXIS, Kind, Layout, NotSeparable, Role, shape_of
 from ..graph.op_arguments import arguments
-from .registry import RuleContext, forbid, normalize_dim, rule
+from .registry import RuleContext, forbid, normalize_dim, rule, without
 from .row_orders import sorted_rows
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ def topk(ctx: RuleContext, node: Node) -> Layout:
     forbid(layout, [dim], "a selection along", Role.ROW)
     if layout and shape_of(node)[dim] == shape_of(call["self"])[dim]:
         return layout  # all of them, in another order
-    return tuple(None if d == dim else axis for d, axis in enumerate(layout))
+    return without(layout, dim)
 
 
 @rule(operator.getitem)

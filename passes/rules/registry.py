@@ -124,6 +124,11 @@ def forbid(layout: Layout, dims: list[int], what: str, role: Role | None = None)
             raise NotSeparable(f"{what} the sequence axis (dim {dim})")
 
 
+def without(layout: Layout, dim: int) -> Layout:
+    """A layout in which one of the dims carries nothing."""
+    return (*layout[:dim], None, *layout[dim + 1 :]) if layout else layout
+
+
 def merge_axis(first: Axis | None, second: Axis | None) -> Axis | None:
     """The common axis of two aligned dims, neither of size 1.
 

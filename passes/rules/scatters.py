@@ -8,7 +8,7 @@ from torch.fx import Node
 from ..graph.facts import Layout, NotSeparable, Role
 from ..graph.op_arguments import arguments
 from .pointwise import align
-from .registry import RuleContext, forbid, normalize_dim, rule
+from .registry import RuleContext, forbid, normalize_dim, rule, without
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def scatter(ctx: RuleContext, node: Node) -> Layout:
     layout = ctx.layout(call["self"])
     dim = normalize_dim(call["dim"], len(layout))
     forbid(layout, [dim], "a scatter along", Role.ROW)
-    rows = tuple(None if d == dim else axis for d, axis in enumerate(layout))
+    rows = without(layout, dim)
     for operand in (call["index"], call.get("src")):
         if isinstance(operand, Node) and ctx.layout(operand) not in (rows, layout):
             raise NotSeparable("a scatter of something that does not carry the sequence where its base does")

@@ -141,7 +141,7 @@ def _size(facts: Facts, node: Node) -> float:
 
 def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
     """Operands of a node with the role in which each is read."""
-    if node not in facts.mixings:
+    if node not in facts.mixings or not facts.mixings[node].columns:
         return [(n, role) for n in operands(node)]
     if node.target is aten.scaled_dot_product_attention.default:
         call = sdpa_arguments(node)
@@ -149,8 +149,6 @@ def edges(facts: Facts, node: Node, role: Role) -> list[tuple[Node, Role]]:
         mask = call["attn_mask"]
         streamed = isinstance(mask, Node) and facts.kinds[mask] is Kind.STREAM
         return [*found, (mask, role)] if streamed else found
-    if node.target in (RECURRENCE, aten.gather.default):
-        return [(n, role) for n in operands(node)]
     if node.target is CAUSAL_CONV1D:
         return [(n, Role.COLUMN if n is node.args[0] else role) for n in operands(node)]
     left, right = node.args[-2:] if node.target is not aten.baddbmm.default else node.args[1:3]

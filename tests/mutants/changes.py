@@ -69,8 +69,7 @@ def conditions(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
 
 def _has_default(node: ast.BoolOp) -> bool:
     """True for `value or {}`: of a value that is there in any case nothing changes."""
-    last = node.values[-1]
-    return isinstance(last, (ast.Dict, ast.List, ast.Tuple)) and not ast.unparse(last).strip("{}[]()")
+    return ast.unparse(node.values[-1]) in ("{}", "[]", "()")
 
 
 def entries(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:

@@ -383,9 +383,8 @@ class ChunkRun:
             except RuntimeError as error:
                 raise Unsuited(str(error)) from error
         filled = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
-        filled = [
-            g.to_dense() if g.is_sparse else g for g in filled
-        ]  # rows of an input: streamed, they are dense
+        # the gradient of rows is dense where they are streamed
+        filled = [g.to_dense() if g.is_sparse else g for g in filled]
         return [v.detach() for v in outputs], filled
 
     # ---- by chunks

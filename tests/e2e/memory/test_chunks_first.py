@@ -176,9 +176,8 @@ def test_predicted_peak_is_what_is_live(family: str, lora: bool) -> None:
     model = build(family, **sizes) if family != "mamba2" else model_of(family)
     model = model.float()
     if lora:
-        targets = (
-            "all-linear" if family != "mamba2" else ["in_proj"]
-        )  # of others PEFT says that they do not go
+        # of the other modules of a Mamba PEFT says that they do not go
+        targets = "all-linear" if family != "mamba2" else ["in_proj"]
         model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
     chunk = 64 if family == "mamba2" else 32
     transform(model, chunk=chunk, loss_chunk=32, order="chunks", check="never")
