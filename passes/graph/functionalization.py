@@ -27,6 +27,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...versions.differences import deciding_what_stays_whole
+
 
 class NotPureError(Exception):
     """The graph does something beside computing values, which a step in chunks could not do as eager does.
@@ -158,13 +160,18 @@ class Functionalization(FunctionalTensorMode):
 
     def __init__(self) -> None:
         super().__init__(pre_dispatch=True)
+        self.call: tuple[tuple, dict[str, Any]] = (), {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.dropout.default and drops_nothing(*args, **(kwargs or {})):
             return args[0]  # NOTE [dropout that drops nothing]
         if func is torch.ops.aten.dropout_.default:  # and not the ops that PyTorch would make of it
-            made = super().__torch_dispatch__(torch.ops.aten.dropout.default, types, args, kwargs)
-            return super().__torch_dispatch__(torch.ops.aten.copy_.default, types, (args[0], made))
+            made = self._made(torch.ops.aten.dropout.default, types, args, kwargs or {})
+            return self._made(torch.ops.aten.copy_.default, types, (args[0], made), {})
+        return self._made(func, types, args, kwargs or {})
+
+    def _made(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.call = args, kwargs
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _can_decompose(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -277,7 +284,8 @@ def functional(run: Callable[..., Any], memory: Memory, written: list[int]) -> C
 
     def wrapped(*inputs: Any) -> list[Any]:
         excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-        with torch._C._ExcludeDispatchKeyGuard(excluded), Functionalization():
+        mode = Functionalization()
+        with torch._C._ExcludeDispatchKeyGuard(excluded), deciding_what_stays_whole(mode), mode:
             given = [FunctionalTensor.to_functional(v) if isinstance(v, Tensor) else v for v in inputs]
             memory.see(given)
             results = list(run(*given))

@@ -138,7 +138,7 @@ def _step(
 
 
 @contextlib.contextmanager
-def _autograd_in_kernel() -> Iterator[None]:
+def autograd_in_kernel() -> Iterator[None]:
     """Within: ops are recorded by autograd also where the kernel was called from below it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
@@ -158,7 +158,7 @@ def _vjp(
     wanted: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of the operands that are wanted, in their order, then that of a state that is given."""
-    with torch.enable_grad(), _autograd_in_kernel():
+    with torch.enable_grad(), autograd_in_kernel():
         leaves = [
             x if x is None else x.detach().requires_grad_(w) for x, w in zip(operands, wanted, strict=True)
         ]

@@ -4,17 +4,31 @@ NOTE [ops of other packages]: what `torch.library.register_autograd` makes of a 
 `torch.func` can differentiate. So such an op becomes one whose backward runs the op once more, under
 autograd, and takes the gradient from there. Of the second run nothing stays in the program but what the
 backward reads.
+
+NOTE [backwards that no program has]: a registered backward may read values of its operands, as where it loops
+over the ends of groups, and then it cannot be traced. Such a backward is one op of a program, `foreign_vjp`: when
+it runs, the op is run again under autograd, on what it was given.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 
 from ..graph.determinism import TAGGED
+from ..graph.recurrence import autograd_in_kernel
+
+# What op is called, with which arguments beside tensors, by the number that a program has for it.
+_calls: list[Callable[[Sequence[Tensor]], Any]] = []
+
+_LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
+_LIBRARY.define("foreign_vjp(int call, Tensor[] operands, Tensor?[] gradients) -> Tensor[]")
 
 
 def is_foreign(target: Any) -> bool:
@@ -47,9 +61,57 @@ def call_foreign(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:
+            numbers = not any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in leaves)
+            if numbers and not _has_program(call, ctx.saved_tensors, gradients):
+                return _in_one_op(call, ctx.saved_tensors, gradients)
             return _gradients(call, ctx.saved_tensors, gradients)
 
     return Apply.apply(*(leaves[k] for k in places))
+
+
+def _has_program(call: Any, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+    """False if the backward reads values, which a trace does not have."""
+    sizes = (size for t in tensors for size in t.shape if isinstance(size, torch.SymInt))
+    shapes = next((size.node.shape_env for size in sizes), None)
+    unseen = contextlib.nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
+    with disable_proxy_modes_tracing(), unseen:
+        try:
+            _gradients(call, tensors, gradients)
+        except (torch._subclasses.fake_tensor.DynamicOutputShapeException, *_READS_VALUES):
+            return False
+    return True
+
+
+_READS_VALUES = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,
+    torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode,
+)
+
+
+def _in_one_op(
+    call: Any, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """As `_gradients`, by `foreign_vjp`."""
+    _calls.append(call)
+    found = iter(torch.ops.streambp_fx.foreign_vjp(len(_calls) - 1, tensors, gradients))
+    return tuple(next(found) if _is_differentiable(t) else None for t in tensors)
+
+
+def _vjp(call: int, operands: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Of each differentiable operand the gradient."""
+    with autograd_in_kernel():
+        found = _gradients(_calls[call], operands, gradients)
+    wanted = [(x, g) for x, g in zip(operands, found, strict=True) if _is_differentiable(x)]
+    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in wanted]
+
+
+def _fake_vjp(call: int, operands: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    wanted = [x for x in operands if _is_differentiable(x)]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in wanted]
+
+
+_LIBRARY.impl("foreign_vjp", _vjp, "CompositeExplicitAutograd")
+torch.library.register_fake("streambp_fx::foreign_vjp", _fake_vjp, lib=_LIBRARY)
 
 
 def _gradients(call: Any, tensors: Any, gradients: Any) -> tuple[Tensor | None, ...]:

@@ -39,6 +39,7 @@ class Difference(NamedTuple):
 
 DIFFERENCES = (
     Difference("ignoring", "torch", "2.12"),
+    Difference("deciding_what_stays_whole", "torch", "2.12"),
     Difference("offload_ops", "torch", "2.12"),
     Difference("fsdp_groups", "torch", "2.12"),
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
@@ -80,6 +81,30 @@ def _log_settings_without_functions() -> None:
             return settings()
 
     utils._get_dynamo_config_for_logging = logged
+
+
+@contextlib.contextmanager
+def deciding_what_stays_whole(mode: Any) -> Iterator[None]:
+    """Within: a `FunctionalTensorMode` asks its own `_can_decompose` whether a composite op is decomposed.
+
+    Before 2.12 that is no method: what it asks is a function of its module, which knows nothing of operands.
+
+    Args:
+        mode: has `_can_decompose(func, args, kwargs)`, and in `call` the call that it was given last.
+    """
+    from torch._subclasses import functional_tensor
+
+    if TORCH >= (2, 12):
+        yield
+        return
+    usual = functional_tensor.autograd_would_have_decomposed
+    functional_tensor.autograd_would_have_decomposed = lambda func, flat: mode._can_decompose(
+        func, *mode.call
+    )
+    try:
+        yield
+    finally:
+        functional_tensor.autograd_would_have_decomposed = usual
 
 
 def symbolic_sizes() -> contextlib.AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from streambp_fx.measure.in_float64 import true_double  # noqa: F401  (what test
 
 VOCAB, HIDDEN, HEAD = 97, 32, 8
 CHUNK, LOSS_CHUNK = 16, 8
+#: What models and batches are made on: `STREAMBP_TEST_DEVICE=cuda make test ARGS=tests/e2e/models`.
+DEVICE = torch.device(os.environ.get("STREAMBP_TEST_DEVICE", "cpu"))
 
 _BASE = {
     "vocab_size": VOCAB,
@@ -170,7 +173,7 @@ def perturb(model: nn.Module, seed: int, std: float = 0.1) -> None:
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=gen, dtype=torch.float64).to(p.dtype), alpha=std)
+            p.add_(torch.randn(p.shape, generator=gen, dtype=torch.float64).to(p), alpha=std)
 
 
 def build(
@@ -180,14 +183,14 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(make_config(family, impl, **over), dtype=torch.float32)
-    model = model.to(dtype).train()
+    model = model.to(DEVICE, dtype).train()
     perturb(model, seed + 1)
     return model
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     gen = torch.Generator().manual_seed(1000 * seed + 10 * length + batch)
-    return torch.randint(3, VOCAB, (batch, length), generator=gen)
+    return torch.randint(3, VOCAB, (batch, length), generator=gen).to(DEVICE)
 
 
 def plain(batch: int, length: int, seed: int = 0, holes: bool = True) -> dict[str, torch.Tensor]:
@@ -204,7 +207,7 @@ def padded(
 ) -> dict[str, torch.Tensor]:
     """A batch with `pads[b]` pad tokens in row b, on one side, with an attention mask."""
     batch = plain(len(pads), length, seed=7)
-    mask = torch.ones(len(pads), length, dtype=torch.long)
+    mask = torch.ones(len(pads), length, dtype=torch.long, device=DEVICE)
     for row, n in enumerate(pads):
         if n:
             mask[row, slice(length - n, None) if side == "right" else slice(0, n)] = 0

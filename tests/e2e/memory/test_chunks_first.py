@@ -13,11 +13,11 @@ from e2e_check import assert_all_chunked, check_exact, compare, in_double, step,
 from e2e_memory import live
 from e2e_models import build, padded, perturb, plain, sample, true_double
 from peft import LoraConfig, get_peft_model
-from test_architectures import model_of
+from test_architectures import batch, model_of
 from test_saving import ARCHITECTURES, EAGER, FAMILIES, WIDE
 
 import streambp_fx
-from benchmarks.families.worker import PADS, batch, plain_experts
+from benchmarks.families.worker import PADS, plain_experts
 from streambp_fx.passes.s6_schedule.program import ChunksFirst, unrolled
 
 BATCHES = {

@@ -13,10 +13,10 @@ import torch
 from e2e_check import assert_all_chunked, check_exact, compare, in_double, pair, step, transform
 from e2e_memory import live
 from e2e_models import build, padded, plain, sample
-from test_architectures import model_of
+from test_architectures import batch, model_of
 
 import streambp_fx
-from benchmarks.families.worker import PADS, batch, plain_experts
+from benchmarks.families.worker import PADS, plain_experts
 from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, Saving
 
 PRICES = [None, ATTENTION, Price(2000, 4096), Price(300, 4096), Price(60, 100), Price(1, 4096)]

@@ -125,7 +125,7 @@ def test_dropout_before_an_adapter() -> None:
         assert abs(adapted()(**BATCHES["67"]).loss - loss) > 1e-6, "nothing was dropped"
         generator = torch.Generator().manual_seed(2)
         trained = [p for p in model.parameters() if p.requires_grad]
-        ways = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in trained]
+        ways = [torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p) for p in trained]
         slope = sum(float((p.grad * w).sum()) for p, w in zip(trained, ways, strict=True))
         sides = []
         for sign in (1e-5, -2e-5):

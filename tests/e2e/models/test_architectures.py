@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import assert_all_chunked, compare, in_double, step, total_error, transform
-from e2e_models import perturb, sample
+from e2e_models import DEVICE, perturb, sample
 from torch import Tensor
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import streambp_fx
 from benchmarks.families.configs import build, families
-from benchmarks.families.worker import PADS, batch, plain_experts
+from benchmarks.families.worker import PADS, plain_experts
+from benchmarks.families.worker import batch as families_batch
 from streambp_fx.models.experts import declare_experts
 
 # What has to be streamed whole: by architecture, one of each by default.
@@ -51,13 +52,19 @@ RECURRENT = (
     "olmo_hybrid",
     "kimi_linear",
 )
+
+
+def batch(*given: Any) -> dict[str, Tensor]:
+    return {name: value.to(DEVICE) for name, value in families_batch(*given).items()}
+
+
 BATCHES = {f"padding: {side}": batch(67, pads, side) for side, pads in PADS.items()}
 BATCHES["less than a chunk"] = batch(11, (0, 0, 0))
 BATCHES["a tail of one row"] = batch(65, (0, 0))
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    model = build(family).to(dtype)
+    model = build(family).to(DEVICE, dtype)
     perturb(model, 1)
     return model
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import assert_close_grads, grads, total_error
-from e2e_models import CHUNK, LOSS_CHUNK, build, padded, plain, sample
+from e2e_models import CHUNK, DEVICE, LOSS_CHUNK, build, padded, plain, sample
 
 import streambp_fx
 
@@ -31,7 +31,7 @@ def _fresh() -> None:
 
 def gradients(model: Any, call: Any, batch: dict[str, Any], dtype: torch.dtype, scale: float = 1.0) -> Any:
     model.zero_grad()
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(DEVICE.type, dtype):
         loss = call(**batch).loss
     (loss * scale).backward()
     found = grads(model)
@@ -91,12 +91,12 @@ def test_a_grad_scaler_takes_the_same_steps() -> None:
     call = DOORS["compile"](model)
     losses: dict[str, list[float]] = {}
     for name, own, run in (("eager", eager, eager), ("compiled", model, call)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10)
         optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
         losses[name] = []
         for seed in range(3):
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
+            with torch.autocast(DEVICE.type, torch.float16):
                 loss = run(**plain(2, 67, seed)).loss
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -114,7 +114,7 @@ def test_on_and_off_in_turns_and_backward_inside() -> None:
     for enabled, batch in ((True, plain(2, 37)), (False, plain(2, 37)), (True, padded(41, "left"))):
         for own, run in ((eager, eager), (model, call)):
             own.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=enabled):
                 run(**batch).loss.backward()
         assert_close_grads(grads(model), grads(eager), 5e-2 if enabled else 1e-5)
 
@@ -124,7 +124,7 @@ def test_autocast_inside_a_function() -> None:
     model = copy.deepcopy(eager)
 
     def step(m: Any, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             logits = m(input_ids=ids).logits
         return logits.float().log_softmax(-1)[..., 3].mean()
 

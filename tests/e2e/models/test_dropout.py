@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import assert_all_chunked, assert_close_grads, grads, in_double, step, transform
-from e2e_models import CHUNK, HIDDEN, build, padded, plain, sample
+from e2e_models import CHUNK, DEVICE, HIDDEN, build, padded, plain, sample
 from torch.nn import functional as F
 
 import streambp_fx
@@ -28,6 +28,10 @@ CASES = {
 def build_with(case: str) -> Any:
     family, impl, over = CASES[case]
     return build(family, impl, **over)
+
+
+def generator_state() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if DEVICE.type == "cuda" else torch.get_rng_state()
 
 
 def seeded(model: Any, seed: int, batch: Any = BATCH) -> tuple[torch.Tensor, Any]:
@@ -65,7 +69,7 @@ def test_gradient_of_the_loss_that_was_computed(case: str, masked: bool) -> None
         _, got = seeded(streamed, 3, batch)
         gen = torch.Generator().manual_seed(0)
         params = list(streamed.parameters())
-        direction = [torch.randn(p.shape, generator=gen, dtype=p.dtype) for p in params]
+        direction = [torch.randn(p.shape, generator=gen, dtype=p.dtype).to(DEVICE) for p in params]
         slope = sum(float((g * d).sum()) for g, d in zip(got.values(), direction, strict=True))
         h = 1e-6
         with torch.no_grad():
@@ -89,10 +93,10 @@ def test_another_seed_between_forward_and_backward() -> None:
         torch.manual_seed(3)
         loss = streamed(**BATCH).loss
         torch.manual_seed(77)
-        torch.rand(1000)
-        state = torch.get_rng_state()
+        torch.rand(1000, device=DEVICE)
+        state = generator_state()
         loss.backward()
-        assert torch.get_rng_state().equal(state), "backward moved the user's generator"
+        assert generator_state().equal(state), "backward moved the user's generator"
         for name, g in grads(streamed).items():
             assert want[name].equal(g), name
 
@@ -113,7 +117,7 @@ def test_masks_are_of_the_right_rate_and_independent() -> None:
     So the mask can be read off: half of it is zero, and no two chunks have the same one.
     """
     model = transform(build("gpt2", "sdpa", embd_pdrop=0.5))
-    embeds = torch.randn(2, 4 * CHUNK, HIDDEN, dtype=torch.float64, requires_grad=True)
+    embeds = torch.randn(2, 4 * CHUNK, HIDDEN, dtype=torch.float64, device=DEVICE, requires_grad=True)
     torch.manual_seed(0)
     model(inputs_embeds=embeds, labels=plain(2, 4 * CHUNK)["labels"]).loss.backward()
     kept = embeds.grad != 0
@@ -131,7 +135,7 @@ class DropsRows(torch.nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+        self.scale = torch.nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64, device=DEVICE))
         self.p = p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +188,7 @@ def test_random_weights_run_unstreamed(draw: Any) -> None:
 
     eager, model = build("llama"), build("llama")
     for m in (eager, model):
-        m.model.layers[1].mlp = Random(HIDDEN, HIDDEN, dtype=torch.float64)
+        m.model.layers[1].mlp = Random(HIDDEN, HIDDEN, dtype=torch.float64, device=DEVICE)
         m.model.layers[1].mlp.load_state_dict(eager.model.layers[1].mlp.state_dict(), strict=False)
     streamed = transform(model)
     with pytest.warns(streambp_fx.StreamBPWarning, match="random numbers are drawn for a value"):
@@ -200,7 +204,7 @@ def test_dropout_of_a_weight_in_evaluation_is_streamed() -> None:
             return F.linear(input, F.dropout(self.weight, 0.5, training=False))
 
     model = build("llama")
-    model.model.layers[1].mlp = Evaluated(HIDDEN, HIDDEN, dtype=torch.float64)
+    model.model.layers[1].mlp = Evaluated(HIDDEN, HIDDEN, dtype=torch.float64, device=DEVICE)
     streamed = transform(model)
     streamed(**BATCH).loss.backward()
     assert_all_chunked(streamed)
