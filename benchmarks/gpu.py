@@ -66,6 +66,8 @@ ORDER = (
     "checkpointing-offload-fused-loss",
     "streamed-inductor",
 )
+#: Seconds that the comparison of gradients takes: four steps are compiled.
+EXACTNESS = 70.0
 #: Seconds for a process to end by itself after its share of the time.
 GRACE = 10.0
 
@@ -80,6 +82,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--chunk", type=int, default=2048, metavar="N", help="rows of a chunk (2048)")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the steps")
     made.add_argument("--modes", metavar="A,B", help="modes in order")
+    made.add_argument("--lengths", metavar="A,B", help="tokens of the steps that are measured")
+    made.add_argument("--loss-chunk", type=int, metavar="N", help="rows of a loss chunk of ours (chosen)")
+    made.add_argument("--profile", action="store_true", help="also list the kernels of a step at each length")
+    made.add_argument("--skip", default="", metavar="A,B", help="leave out: exactness, longest")
     made.add_argument(
         "--memory", default="16GiB", metavar="SIZE", help="of the search for the longest (16GiB)"
     )
@@ -100,7 +106,7 @@ class Found:
     """What one mode gave, so far.
 
     Attributes:
-        lengths, tried: events of the process, in order.
+        lengths, tried, kernels: events of the process, in order.
         longest: the last event of the search; empty if there was none.
         reason: why there is nothing, or no more.
     """
@@ -110,6 +116,7 @@ class Found:
     tried: list[dict[str, Any]] = field(default_factory=list)
     longest: dict[str, Any] = field(default_factory=dict)
     exact: dict[str, Any] = field(default_factory=dict)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
     reason: str | None = None
 
     def hear(self, event: dict[str, Any]) -> None:
@@ -117,6 +124,8 @@ class Found:
         kind = event.pop("event")
         if kind in ("length", "tried"):
             (self.lengths if kind == "length" else self.tried).append(event)
+        elif kind == "kernels":
+            self.kernels.append(event)
         elif kind in ("longest", "exact"):
             setattr(self, kind, event)
 
@@ -199,10 +208,14 @@ class Run:
             self.args.chunk,
             dtype=self.args.dtype,
             activation_bytes=parse_bytes(self.args.memory),
-            longest=1 << 21,
+            longest=0 if "longest" in self.args.skip else 1 << 21,
+            loss_chunk=self.args.loss_chunk,
+            profile=self.args.profile,
         )
         if self.args.tiny:
             made = replace(made, tokens=(64, 128), chunk=32, device="cpu", longest=256, unit=64, steps=1)
+        if self.args.lengths:
+            made = replace(made, tokens=tuple(int(n) for n in self.args.lengths.split(",")))
         return made
 
     def go(self) -> int:
@@ -212,7 +225,9 @@ class Run:
         window = {"use_sliding_window": True, "sliding_window": tokens // 4, "max_window_layers": 1}
         config = {**self.config, "num_hidden_layers": 2, **window}
         exact = replace(self.job("streamed"), exact=tokens, config=config)
-        self._do(Found("exactness"), exact, 1.0 / 6)
+        if "exactness" not in self.args.skip:
+            left = self.ends - time.monotonic()
+            self._do(Found("exactness"), exact, min(0.5, max(1.0 / 6, EXACTNESS / max(left, 1.0))))
         modes = self.args.modes.split(",") if self.args.modes else self._default()
         for position, name in enumerate(modes):
             found = Found(name, reason=MODES[name].unavailable(self.setup, "qwen3"))

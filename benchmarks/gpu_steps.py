@@ -21,6 +21,8 @@ from .build import PeerSpec, build
 from .modes import MODES, Setup
 
 Emit = Callable[[dict[str, Any]], None]
+#: How many kernels are listed.
+KERNELS = 24
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Job:
         steps: measured at each length, after a warm-up.
         exact: compare gradients with eager's at this length instead of all that; 0: do not.
         unit: the search tries multiples of so many tokens.
+        loss_chunk: rows of a chunk of the loss head of a mode of ours; None: as it is chosen.
+        profile: list the kernels of one more step at each length.
     """
 
     config: dict[str, Any]
@@ -53,6 +57,8 @@ class Job:
     steps: int = 2
     exact: int = 0
     unit: int = 1024
+    loss_chunk: int | None = None
+    profile: bool = False
 
 
 def make_model(given: Mapping[str, Any], device: str, dtype: torch.dtype) -> nn.Module:
@@ -74,7 +80,7 @@ def make_step(model: nn.Module, job: Job) -> Callable[[torch.Tensor], float]:
         mode.step,
         2**20,
         job.chunk,
-        loss_chunk=mode.loss_chunk,
+        loss_chunk=job.loss_chunk if mode.ours else mode.loss_chunk,
         dtype=job.dtype,
         device=job.device,
         options=dict(mode.options),
@@ -144,7 +150,20 @@ class Steps:
             loss = found[-1].losses[0]
             event = {"tokens": tokens, "peak_bytes": peak, "seconds": seconds, "median": last, "loss": loss}
             emit({"event": "length", **event})
+            if self.job.profile:
+                emit({"event": "kernels", "tokens": tokens, **self.kernels(tokens)})
         return last
+
+    def kernels(self, tokens: int) -> dict[str, Any]:
+        """Of one step the milliseconds in kernels, and calls and milliseconds by kernel, the most first."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+            self.measure(tokens)
+        events = [e for e in found.key_averages() if e.device_time_total > 0]
+        events.sort(key=lambda e: -e.device_time_total)
+        rows = [(e.key[:90], e.count, round(e.device_time_total / 1000, 2)) for e in events[:KERNELS]]
+        return {"milliseconds": sum(e.device_time_total for e in events) / 1000, "rows": rows}
 
     def fits(self, tokens: int) -> tuple[bool, float]:
         """Whether a step fits the memory of the search, and its seconds."""

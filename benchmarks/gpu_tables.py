@@ -23,7 +23,8 @@ def gpu_tables(found: Sequence[Any], memory: str) -> list[Table]:
     """Exactness, figures by length, and longest sequences; `found` are `gpu.Found`."""
     exact = next((f for f in found if f.mode == "exactness"), None)
     modes = [f for f in found if f.mode != "exactness"]
-    tables = [_lengths(modes), _longest(modes, memory)]
+    kernels = [_kernels(f.mode, e) for f in modes for e in f.kernels]
+    tables = [_lengths(modes), _longest(modes, memory), *kernels]
     return tables if exact is None else [_exactness(exact), *tables]
 
 
@@ -73,6 +74,14 @@ def _lengths(modes: Sequence[Any]) -> Table:
             table.add_row(f.mode, *["-"] * 7, f.reason)
     table.caption = f"goal: at most {TIME_GOAL} of checkpointing's time from {TIME_FROM:,} tokens on"
     table.caption_justify = "left"
+    return table
+
+
+def _kernels(mode: str, event: dict[str, Any]) -> Table:
+    title = f"{mode}, {event['tokens']:,} tokens: {event['milliseconds']:.0f} ms in kernels"
+    table = new_table(title, "kernel", "calls", "ms")
+    for name, calls, milliseconds in event["rows"]:
+        table.add_row(name, f"{calls:,}", f"{milliseconds:.1f}")
     return table
 
 

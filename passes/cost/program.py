@@ -215,7 +215,7 @@ def _shape(node: Any) -> tuple[sympy.Expr, ...]:
     return tuple(expression(s) for s in tensors_of(node)[0].shape)
 
 
-@flops(aten.addmm_)
+@flops(aten.addmm_, aten.addmm)
 def _product(node: Node) -> sympy.Expr:
     """(n, k) @ (k, m) added to a buffer: 2 n k m."""
     left, right = _shape(node.args[1]), _shape(node.args[2])

@@ -5,9 +5,9 @@ NOTE [ops of other packages]: what `torch.library.register_autograd` makes of a 
 autograd, and takes the gradient from there. Of the second run nothing stays in the program but what the
 backward reads.
 
-NOTE [backwards that no program has]: a registered backward may read values of its operands, as where it loops
-over the ends of groups, and then it cannot be traced. Such a backward is one op of a program, `foreign_vjp`: when
-it runs, the op is run again under autograd, on what it was given.
+NOTE [backwards that no program has]: a registered backward may read values of its operands, as where it
+loops over the ends of groups, and then it cannot be traced. Such a backward is one op of a program,
+`foreign_vjp`: when it runs, the op is run again under autograd, on what it was given.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ from .rewriting import (
 aten = torch.ops.aten
 MULTIPLES = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 # Products by the arguments that are their factors.
-FACTORS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.addmm_.default: (1, 2)}
+FACTORS = {aten.mm.default: (0, 1)}
+FACTORS |= dict.fromkeys((aten.addmm.default, aten.addmm_.default, aten.addmm.dtype_out), (1, 2))
 
 
 def simplify(graph: Graph) -> None:

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -87,7 +88,8 @@ def _log_settings_without_functions() -> None:
 def deciding_what_stays_whole(mode: Any) -> Iterator[None]:
     """Within: a `FunctionalTensorMode` asks its own `_can_decompose` whether a composite op is decomposed.
 
-    Before 2.12 that is no method: what it asks is a function of its module, which knows nothing of operands.
+    Before 2.12 that is no method: what it asks are a tag and a function of its module, and neither knows
+    anything of operands.
 
     Args:
         mode: has `_can_decompose(func, args, kwargs)`, and in `call` the call that it was given last.
@@ -97,14 +99,13 @@ def deciding_what_stays_whole(mode: Any) -> Iterator[None]:
     if TORCH >= (2, 12):
         yield
         return
-    usual = functional_tensor.autograd_would_have_decomposed
-    functional_tensor.autograd_would_have_decomposed = lambda func, flat: mode._can_decompose(
-        func, *mode.call
+    asked = mock.patch.object(
+        functional_tensor,
+        "autograd_would_have_decomposed",
+        lambda func, operands: mode._can_decompose(func, *mode.call),
     )
-    try:
+    with mock.patch("torch._decomp._should_decompose_because_unsafe_op", lambda op: False), asked:
         yield
-    finally:
-        functional_tensor.autograd_would_have_decomposed = usual
 
 
 def symbolic_sizes() -> contextlib.AbstractContextManager[Any]:
