@@ -343,6 +343,7 @@ class CompiledGraph:
             return self._instead(f"the graph runs unstreamed, layer by layer: {why_whole(long)}")
         if self.options.offload == "host" and not self.placeless and _is_on_cpu(examples):
             warn(HOST_IS_HERE)
+        self.options = self.options.for_graph(facts)
         schedule = Schedule(facts, self.options)
         if facts.segments:
             executor = self._executor(facts, schedule)

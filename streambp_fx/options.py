@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
+
+from .passes.graph.facts import Facts, tensors_of
 from .passes.s3_cut.policy import Policy
 from .passes.step.saving import Saving
 from .units import CHOICES, parse_bytes
@@ -30,7 +33,8 @@ class Options:
     Attributes:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
         loss_chunk: rows of the sequence in a chunk of the loss head, or "auto": so many that all sequences
-            together have 256 tokens; in a training step up to 1024, if that does not raise the step's peak.
+            together have 256 tokens, or more where the head's gradient is summed in float32 (see
+            `fewest_tokens`); in a training step up to 1024, if that does not raise the step's peak.
         memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
             what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
@@ -78,6 +82,8 @@ class Options:
     check: str = "first"
     mesh: Any = None
     on_error: str = "eager"
+    # Not given by users: tokens of a chunk of the loss head, at least, where they are chosen.
+    head_tokens: int = field(default=LOSS_CHUNK, repr=False, metadata={"internal": True})
 
     def __post_init__(self) -> None:
         if self.chunk != "auto":
@@ -133,7 +139,11 @@ class Options:
 
     def loss_rows(self, samples: int) -> int:
         """Rows of a chunk of the loss head, for a number of sequences; where they are chosen, the fewest."""
-        return max(1, LOSS_CHUNK // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+        return max(1, self.head_tokens // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+
+    def for_graph(self, facts: Facts) -> Options:
+        """The same options for a graph whose head has so many tokens of a chunk, at least: `fewest_tokens`."""
+        return replace(self, head_tokens=fewest_tokens(facts, self.accumulate == "float32"))
 
     def more_loss_rows(self, samples: int) -> list[int]:
         """More rows of a chunk of the loss head that may be chosen, the fewest first."""
@@ -148,13 +158,37 @@ class Options:
         Raises:
             ValueError: an unknown option, or a value that is not allowed.
         """
-        valid = [f.name for f in fields(Options)]
+        valid = [f.name for f in fields(Options) if not f.metadata.get("internal")]
         for name in given:
             if name not in valid:
                 near = difflib.get_close_matches(name, valid, 1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"unknown option {name!r}; valid options: {', '.join(valid)}.{hint}")
         return Options(**given)
+
+
+def fewest_tokens(facts: Facts, wide: bool) -> int:
+    """Tokens of a chunk of the loss head where they are chosen, at least.
+
+    NOTE [rows for a gradient in float32]: where weights are in half precision, each chunk reads and writes
+    the float32 sum of the head's gradient, four bytes a weight. With 256 rows that takes longer than the
+    product itself: a step of 16,384 tokens, 8 layers of Qwen3-8B's sizes, takes 1.07 s, and 0.94 s with 1024
+    rows (one H100). A row of logits and of what the loss makes of them takes some ten bytes a word, so a
+    quarter of the hidden size in rows takes less than the sum does.
+
+    Args:
+        facts: of the graph.
+        wide: gradients of weights in half precision are summed in float32.
+    """
+    found = LOSS_CHUNK
+    for segment in facts.segments if wide else ():
+        if segment.mixings or not segment.chunked:
+            continue
+        for node in segment.constants:
+            for value in tensors_of(node) if node in facts.needs_grad else ():
+                if value.dim() == 2 and value.dtype in (torch.float16, torch.bfloat16):
+                    found = max(found, min(int(min(value.shape)) // 256 * 64, LOSS_CHUNK_SIZES[-1]))
+    return found
 
 
 def chunk_sizes(samples: int) -> tuple[int, ...]:

@@ -58,10 +58,10 @@ class Planner:
         rates: Rates | None = None,
     ) -> None:
         self.batch_size, self.engine, self.rates, self.model = batch_size, engine, rates, model
-        self.loss_chunk = Options(loss_chunk=loss_chunk or "auto").loss_rows(batch_size)
         sample = min(SAMPLE_TOKENS, positions_of(model) or SAMPLE_TOKENS)
-        options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": self.loss_chunk}
+        options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": loss_chunk or "auto"}
         schedule, nodes = captured(model, sample, batch_size, options)
+        self.loss_chunk = schedule.options.loss_rows(batch_size)
         if engine is not None:
             engine.share(schedule.facts, model, nodes)
         self.cost = StepCost(schedule.facts, schedule.options)

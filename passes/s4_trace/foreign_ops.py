@@ -13,7 +13,7 @@ loops over the ends of groups, and then it cannot be traced. Such a backward is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,10 @@ def call_foreign(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What an op of another package makes of its operands, differentiable under `torch.func`."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor)]
+    others = [None if isinstance(v, Tensor) else v for v in leaves]
 
     def call(tensors: Any) -> Any:
-        given = list(leaves)
+        given = list(others)
         for place, tensor in zip(places, tensors, strict=True):
             given[place] = tensor
         again, named = pytree.tree_unflatten(given, spec)
@@ -61,7 +62,7 @@ def call_foreign(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:
-            numbers = not any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in leaves)
+            numbers = not any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in others)
             if numbers and not _has_program(call, ctx.saved_tensors, gradients):
                 return _in_one_op(call, ctx.saved_tensors, gradients)
             return _gradients(call, ctx.saved_tensors, gradients)
@@ -70,22 +71,19 @@ def call_foreign(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _has_program(call: Any, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
-    """False if the backward reads values, which a trace does not have."""
-    sizes = (size for t in tensors for size in t.shape if isinstance(size, torch.SymInt))
+    """False if the backward fails on fake tensors: it reads values, which a trace does not have.
+
+    If it fails for another reason, it fails again when the step runs, and says so there.
+    """
+    sizes: Iterator[Any] = (size for t in tensors for size in t.shape if isinstance(size, torch.SymInt))
     shapes = next((size.node.shape_env for size in sizes), None)
     unseen = contextlib.nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
     with disable_proxy_modes_tracing(), unseen:
         try:
             _gradients(call, tensors, gradients)
-        except (torch._subclasses.fake_tensor.DynamicOutputShapeException, *_READS_VALUES):
+        except Exception:  # whatever somebody's code makes of a number that is a symbol
             return False
     return True
-
-
-_READS_VALUES = (
-    torch._subclasses.fake_tensor.DataDependentOutputException,
-    torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode,
-)
 
 
 def _in_one_op(

@@ -26,7 +26,7 @@ from ..passes.masks.at_run_time import first_column_open
 from ..passes.s2_prove.axes import is_secondary
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s6_schedule.step_parts import masks_to_test
-from .captured_run import CapturedRun
+from .captured_run import CapturedRun, rows_apart
 from .poisoned_rows import Operand, Poison, first_difference
 from .tried_claims import NotClaimed, Probe
 
@@ -92,7 +92,8 @@ class IndependenceProbe(CapturedRun):
             VerificationError: an op failed while it was probed; the message names the op and its source line.
         """
         order, last_readings = self._lifetimes()
-        with torch.no_grad(), torch._C._DisableAutocast():
+        apart = rows_apart(list(self.inputs.values()))
+        with torch.no_grad(), torch._C._DisableAutocast(), apart:
             for position, node in enumerate(order):
                 try:
                     self._value(node)
