@@ -142,7 +142,7 @@ class Options:
         return max(1, self.head_tokens // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
 
     def for_graph(self, facts: Facts) -> Options:
-        """The same options for a graph whose head has so many tokens of a chunk, at least: `fewest_tokens`."""
+        """The same options for a graph, whose head has `fewest_tokens` in a chunk, or more."""
         return replace(self, head_tokens=fewest_tokens(facts, self.accumulate == "float32"))
 
     def more_loss_rows(self, samples: int) -> list[int]:
