@@ -62,6 +62,8 @@ class Options:
             device has all rows.
         on_error: what an internal error of the compiler, or a self-check that fails, leads to: "eager" (a
             warning, and the graph runs unstreamed) or "raise" (`CompileError`).
+        head_tokens: not to be given. Tokens of a chunk of the loss head where they are chosen, at least; see
+            `for_graph`.
 
     Raises:
         ValueError: an option is none of its choices, no such number, or not to be given beside another.
@@ -82,7 +84,6 @@ class Options:
     check: str = "first"
     mesh: Any = None
     on_error: str = "eager"
-    # Not given by users: tokens of a chunk of the loss head, at least, where they are chosen.
     head_tokens: int = field(default=LOSS_CHUNK, repr=False, metadata={"internal": True})
 
     def __post_init__(self) -> None:
