@@ -5,14 +5,15 @@ A kernel attends from a chunk's rows to one block of columns. It returns the log
 blocks are merged, and its backward takes the merged output and log-sum-exp. `choose` is asked while a program
 is traced, so the choice is fixed with the program.
 
-NOTE [tested without a GPU]: the CUDA kernels were tested by emulation of their ops on a CPU, after what
-PyTorch's sources say of them, and on fake tensors only. They have not run on a GPU. `benchmarks/gpu.sh`
-compares gradients on one, in half precision and in float32, before it measures.
+NOTE [tested mostly without a GPU]: the CUDA kernels are tested by emulation of their ops on a CPU, after what
+PyTorch's sources say of them, and on fake tensors. On an H100 flash and memory-efficient attention have run
+(tests/e2e/memory/test_cuda.py, docs/gpu.md); cuDNN's has no result on blocks yet.
 
 NOTE [flash before cuDNN]: cuDNN compiles a kernel for each pair of rows and columns that it meets, in device
 memory that PyTorch's allocator does not know of (aten/src/ATen/native/cudnn/MHA.cpp), and the blocks of a
-chunked step have as many pairs as there are chunks. PyTorch prefers it on Hopper and Blackwell; here it is
-taken where flash attention is switched off, until it was measured on blocks.
+chunked step have as many pairs as there are chunks. PyTorch prefers it on Hopper and Blackwell, where it is
+1.8 times faster on whole sequences (docs/gpu.md); here it is taken where flash attention is switched off,
+until its blocks have been verified and measured.
 """
 
 from __future__ import annotations
