@@ -12,7 +12,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -23,6 +22,7 @@ from ..graph.purity import is_impure
 from ..pipeline.runner import Pass, run_passes
 from ..pipeline.verifier import verify_program
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
+from .accumulate import accumulate
 from .rematerialize import rematerialize, typical
 from .reorder import reorder
 from .simplify import simplify
@@ -144,7 +144,7 @@ def on_graph(change: Callable[[Graph], Any]) -> Callable[[Lowering, LoweringSett
 
 
 def _accumulated(lowering: Lowering, settings: LoweringSettings) -> Lowering:
-    _accumulate(lowering.module.graph, settings.accumulators, settings.eager)
+    accumulate(lowering.module.graph, settings.accumulators, settings.eager)
     return lowering
 
 
@@ -269,73 +269,6 @@ def _drop_dead_code(graph: Graph) -> None:
         if schema is not None and not schema.returns and not schema.is_mutable and not node.users:
             graph.erase_node(node)  # it makes nothing: an assertion, which held when it was traced
     graph.eliminate_dead_code(is_impure_node=is_impure)
-
-
-def _accumulate(graph: Graph, count: int, eager: bool) -> None:
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    values = list(output.args[0])
-    buffers = [n for n in graph.nodes if n.op == "placeholder"][-count:]
-    kept, gradients = values[:-count], values[-count:]
-    for buffer, gradient in zip(buffers, gradients, strict=True):
-        if gradient is None:
-            continue
-        single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
-        if not (single and _as_product(graph, buffer, gradient, eager)):
-            with graph.inserting_after(gradient):
-                graph.call_function(aten.add_.Tensor, (buffer, gradient))
-    output.args = (kept,)
-
-
-def _as_product(graph: Graph, buffer: Node, gradient: Node, eager: bool) -> bool:
-    """`buffer += a @ b` in one op, also where the gradient is a product seen through transposes or a cast."""
-    wide, product, transposed = buffer.meta["val"].dtype, gradient, False
-    if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # of autocast
-        product = product.args[0]
-    while product.target is aten.t.default and len(product.users) == 1:
-        product, transposed = product.args[0], not transposed
-    if product.target is not aten.mm.default or len(product.users) != 1:
-        return False
-    own = product.meta["val"].dtype
-    on_cpu, fused = (
-        buffer.meta["val"].device.type == "cpu",
-        eager and adds_in_float32(buffer.meta["val"], own),
-    )
-    if own != wide and not (on_cpu or fused):
-        return False  # NOTE [products in float32]
-    with graph.inserting_before(product):
-        target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
-        if own != wide and fused:
-            graph.call_function(aten.addmm.dtype_out, (target, *product.args, wide), {"out": target})
-            return True
-        factors = [_in_dtype(graph, n, wide) if own != wide else n for n in product.args]
-        graph.call_function(aten.addmm_.default, (target, *factors))
-    return True
-
-
-def adds_in_float32(buffer: Tensor, dtype: torch.dtype) -> bool:
-    """True where PyTorch adds a product of half precision to float32 numbers in one kernel: on NVIDIA's GPUs.
-
-    Args:
-        buffer: the numbers, of any shape.
-        dtype: of the product's factors.
-    """
-    nvidia = buffer.device.type == "cuda" and torch.version.hip is None
-    return nvidia and buffer.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
-
-
-def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
-    """NOTE [products in float32]: a product that is rounded to half precision and then added to a float32 sum
-    loses digits, needs a temporary as large as the weight, and on an H100 takes as long as three products.
-
-    On NVIDIA's GPUs one op does both (`addmm` with an `out_dtype`). On a CPU there is no such kernel, so the
-    factors, which have the rows of one chunk, are cast. On other devices products in float32 are many times
-    slower, so there it is a product in half precision, and then a sum.
-    """
-    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    value = node.meta["val"]
-    with value.fake_mode:
-        cast.meta["val"] = value.to(dtype)
-    return cast
 
 
 #: The passes over a chunk program, in the order in which they run.

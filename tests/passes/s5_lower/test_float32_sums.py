@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import streambp_fx
 from streambp_fx.options import LOSS_CHUNK, fewest_tokens
-from streambp_fx.passes.s5_lower import lower
+from streambp_fx.passes.s5_lower import accumulate
 from streambp_fx.plan import Planner
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ def test_as_near_as_on_a_cpu(
     _, want = step(exact, batch)
     _, on_cpu = step(transform(other), batch)
     assert not calls
-    monkeypatch.setattr(lower, "adds_in_float32", takes_all)
+    monkeypatch.setattr(accumulate, "adds_in_float32", takes_all)
     model = transform(copy.deepcopy(eager))
     _, got = step(model, batch)
     matrices = {p.shape for p in model.parameters() if p.dim() == 2}
@@ -66,7 +66,7 @@ def test_as_near_as_on_a_cpu(
 
 def test_under_autocast(monkeypatch: pytest.MonkeyPatch, calls: list) -> None:
     """The gradient of a float32 weight whose product is in half precision: no rounding in between."""
-    monkeypatch.setattr(lower, "adds_in_float32", takes_all)
+    monkeypatch.setattr(accumulate, "adds_in_float32", takes_all)
     eager = build("llama", dtype=torch.float32)
     exact, model = copy.deepcopy(eager), copy.deepcopy(eager)
     batch = plain(2, 67)

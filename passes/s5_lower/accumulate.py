@@ -1,0 +1,121 @@
+"""accumulate: gradients of parameters are added to their sums where they are made, without a temporary.
+
+A product of a weight is added by the op that makes it, and rows of a table that were looked up by index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+
+def accumulate(graph: Graph, count: int, eager: bool) -> None:
+    """Add each gradient to its sum where it is made, in place.
+
+    Args:
+        graph: returns gradients at its end, and takes their sums as its last inputs.
+        count: of the sums.
+        eager: the program runs on PyTorch's own kernels.
+    """
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    values = list(output.args[0])
+    buffers = [n for n in graph.nodes if n.op == "placeholder"][-count:]
+    kept, gradients = values[:-count], values[-count:]
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if gradient is None:
+            continue
+        single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
+        if not (
+            single and (_as_product(graph, buffer, gradient, eager) or _as_rows(graph, buffer, gradient))
+        ):
+            with graph.inserting_after(gradient):
+                graph.call_function(aten.add_.Tensor, (buffer, gradient))
+    output.args = (kept,)
+
+
+def _as_product(graph: Graph, buffer: Node, gradient: Node, eager: bool) -> bool:
+    """`buffer += a @ b` in one op, also where the gradient is a product seen through transposes or a cast."""
+    wide, product, transposed = buffer.meta["val"].dtype, gradient, False
+    if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # of autocast
+        product = product.args[0]
+    while product.target is aten.t.default and len(product.users) == 1:
+        product, transposed = product.args[0], not transposed
+    if product.target is not aten.mm.default or len(product.users) != 1:
+        return False
+    own = product.meta["val"].dtype
+    on_cpu, fused = (
+        buffer.meta["val"].device.type == "cpu",
+        eager and adds_in_float32(buffer.meta["val"], own),
+    )
+    if own != wide and not (on_cpu or fused):
+        return False  # NOTE [products in float32]
+    with graph.inserting_before(product):
+        target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
+        if own != wide and fused:
+            graph.call_function(aten.addmm.dtype_out, (target, *product.args, wide), {"out": target})
+            return True
+        factors = [_in_dtype(graph, n, wide) if own != wide else n for n in product.args]
+        graph.call_function(aten.addmm_.default, (target, *factors))
+    return True
+
+
+def _as_rows(graph: Graph, buffer: Node, gradient: Node) -> bool:
+    """Rows of a gradient are added to those rows of a table that were looked up: no chunk makes a table."""
+    if gradient.target is not aten.embedding_dense_backward.default or gradient.kwargs:
+        return False
+    rows, places, _, padding, by_count = gradient.args
+    if by_count or not isinstance(padding, int):
+        return False
+    dtype, width = buffer.meta["val"].dtype, buffer.meta["val"].shape[1:]
+    with graph.inserting_before(gradient):
+        if padding >= 0:  # a row that is never learned
+            hidden = _made(graph, aten.eq.Scalar, places, padding)
+            rows = _made(
+                graph, aten.masked_fill.Scalar, rows, _made(graph, aten.unsqueeze.default, hidden, -1), 0
+            )
+        if rows.meta["val"].dtype != dtype:
+            rows = _in_dtype(graph, rows, dtype)
+        rows = _made(graph, aten.reshape.default, rows, [-1, *width])
+        places = _made(graph, aten.reshape.default, places, [-1])
+        graph.call_function(aten.index_add_.default, (buffer, 0, places, rows))
+    return True
+
+
+def _made(graph: Graph, op: Any, *args: Any) -> Node:
+    """A new op, with what it makes of fake tensors."""
+    node = graph.call_function(op, args)
+    given = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    with next(v for v in given if isinstance(v, Tensor)).fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = op(*given)
+    return node
+
+
+def adds_in_float32(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """True where PyTorch adds a product of half precision to float32 numbers in one kernel: on NVIDIA's GPUs.
+
+    Args:
+        buffer: the numbers, of any shape.
+        dtype: of the product's factors.
+    """
+    nvidia = buffer.device.type == "cuda" and torch.version.hip is None
+    return nvidia and buffer.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
+
+
+def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    """NOTE [products in float32]: a product that is rounded to half precision and then added to a float32 sum
+    loses digits, needs a temporary as large as the weight, and on an H100 takes as long as three products.
+
+    On NVIDIA's GPUs one op does both (`addmm` with an `out_dtype`). On a CPU there is no such kernel, so the
+    factors, which have the rows of one chunk, are cast. On other devices products in float32 are many times
+    slower, so there it is a product in half precision, and then a sum.
+    """
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    value = node.meta["val"]
+    with value.fake_mode:
+        cast.meta["val"] = value.to(dtype)
+    return cast
