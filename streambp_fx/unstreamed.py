@@ -51,14 +51,18 @@ class Otherwise:
     layers: int = 0
 
     def is_better(self, facts: Facts) -> Segment | None:
-        """A segment that runs unchunked and is much longer than a layer, if there is one.
+        """A segment that runs unchunked and is much longer than a layer, if there is one; or the longest of all,
+        if none is chunked and layers can be checkpointed.
 
         NOTE [longer than a layer]: in it nothing is known of where the rows are, so it is cut nowhere.
         """
         whole = [s for s in facts.segments if not s.chunked]
         longest = max(whole, key=lambda s: len(s.nodes), default=None)
         ops = sum(len(s.nodes) for s in facts.segments)
-        return longest if longest is not None and 2 * self.layers * len(longest.nodes) > 3 * ops else None
+        if longest is None:
+            return None
+        none_chunked = self.layers > 0 and len(whole) == len(facts.segments)
+        return longest if none_chunked or 2 * self.layers * len(longest.nodes) > 3 * ops else None
 
 
 @dataclasses.dataclass
