@@ -147,7 +147,7 @@ class AutoExecutor:
         if key not in self.choices:
             length = up_to if tokens > STEP else tokens
             policy, rows = self._choose(length, others, inputs)
-            found = Choice(policy, rows, self._loss_rows(policy, length, others, rows))
+            found = Choice(policy, rows, self._loss_rows(policy, length, others, rows, inputs))
             self.choices[key] = found
             told = (up_to, policy, rows, found.loss_rows)
             log.info("for sequences of up to %d tokens: %s, chunk of %d rows, loss chunk of %d", *told)
@@ -173,17 +173,34 @@ class AutoExecutor:
     def _pieces(self, inputs: Sequence[Any]) -> dict[int, int]:
         return {} if self.stored is None else self.stored.devices(inputs)
 
-    def _loss_rows(self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int) -> int:
+    def _loss_rows(
+        self,
+        policy: Policy,
+        tokens: int,
+        others: Mapping[sympy.Symbol, int],
+        rows: int,
+        inputs: Sequence[Any],
+    ) -> int:
         """As many rows of the loss head at once as the step has memory for at its peak, wherever that is."""
         sequences = self.executors[self.policies[0]].sequences(others)
-        least = self.options.loss_rows(sequences)
+        usual, least = self.options.loss_rows(sequences), self._least(others)
         if tokens <= least or not torch.is_grad_enabled():
-            return least
-        tried = [least, *self.options.more_loss_rows(sequences)]
-        if len(tried) == 1:
-            return least
+            return usual
         peak = functools.partial(self._peak, policy, tokens, others, rows)
-        return tried[bisect.bisect_right(tried, peak(least), lo=1, key=peak) - 1]
+        if usual > least:
+            budget = self._budget(inputs)
+            if budget is not None and peak(usual) > budget:
+                return least
+        tried = [usual, *self.options.more_loss_rows(sequences)]
+        if len(tried) == 1:
+            return usual
+        return tried[bisect.bisect_right(tried, peak(usual), lo=1, key=peak) - 1]
+
+    def _budget(self, inputs: Sequence[Any]) -> int | None:
+        """Bytes that activations may take: as the user says, or of what is free; None: it cannot be told."""
+        given = self.options.memory_bytes
+        tensors = [v for v in inputs if isinstance(v, Tensor)]
+        return given if given is not None else activation_budget(tensors, self._pieces(inputs))
 
     def _choose(
         self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]
@@ -224,7 +241,7 @@ class AutoExecutor:
         cost, tried = self.costs[policy], {}
         sizes = chunk_sizes(self.executors[policy].sequences(others)) if self.options.chunk == "auto" else ()
         for own in (rows, *(r for r in sizes if r < rows)):
-            self.space = Space(cost, cost.sizes(tokens, own, others), self.space)
+            self.space = Space(cost, cost.sizes(tokens, own, others, self._least(others)), self.space)
             least = self._peak(policy, tokens, others, own)
             tried[own] = self.space, least, self.space.spared[self.space.count(budget - least)]
         enough = (1 - LITTLE) * max(spared for *_, spared in tried.values())
@@ -244,7 +261,11 @@ class AutoExecutor:
             known = next(iter(self.costs.values()), None)
             self.costs[policy] = StepCost(self.facts, self.options.storing(policy), executor, known)
         cost = self.costs[policy]
-        return cost.peak(cost.sizes(tokens, rows, others, loss_rows)).total
+        return cost.peak(cost.sizes(tokens, rows, others, loss_rows or self._least(others))).total
+
+    def _least(self, others: Mapping[sympy.Symbol, int]) -> int:
+        """Rows of a chunk of the loss head where memory is short."""
+        return self.options.least_loss_rows(self.executors[self.policies[0]].sequences(others))
 
     def storing(self, policy: Policy) -> Executor:
         """The executor with this memory policy."""

@@ -139,8 +139,12 @@ class Options:
         return AUTO_CHUNK if self.chunk == "auto" else int(self.chunk)
 
     def loss_rows(self, samples: int) -> int:
-        """Rows of a chunk of the loss head, for a number of sequences; where they are chosen, the fewest."""
+        """Rows of a chunk of the loss head, for a number of sequences; where they are chosen, at least."""
         return max(1, self.head_tokens // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+
+    def least_loss_rows(self, samples: int) -> int:
+        """Rows of a chunk of the loss head where memory is short."""
+        return replace(self, head_tokens=LOSS_CHUNK).loss_rows(samples)
 
     def for_graph(self, facts: Facts) -> Options:
         """The same options for a graph, whose head has `fewest_tokens` in a chunk, or more."""

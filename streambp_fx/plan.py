@@ -62,6 +62,7 @@ class Planner:
         options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": loss_chunk or "auto"}
         schedule, nodes = captured(model, sample, batch_size, options)
         self.loss_chunk = schedule.options.loss_rows(batch_size)
+        self.least_loss_chunk = schedule.options.least_loss_rows(batch_size)
         if engine is not None:
             engine.share(schedule.facts, model, nodes)
         self.cost = StepCost(schedule.facts, schedule.options)
@@ -93,10 +94,16 @@ class Planner:
     def _peak(self) -> Callable[[int, int, int], float]:
         return sympy.lambdify((TOKENS, CHUNK, LOSS_CHUNK), self.expression, "math")
 
-    def activation_peak(self, seq_len: int, chunk: int) -> int:
-        """Peak bytes over weights, gradients and optimizer states."""
-        rows = min(chunk, seq_len)
-        return int(self._peak(seq_len, rows, min(self.loss_chunk, seq_len)))
+    def activation_peak(self, seq_len: int, chunk: int, loss_chunk: int | None = None) -> int:
+        """Peak bytes over weights, gradients and optimizer states.
+
+        Args:
+            seq_len: tokens of a sequence.
+            chunk: rows of a chunk of a layer.
+            loss_chunk: rows of a chunk of the loss head; None: those of a step that is short of memory.
+        """
+        rows, loss_rows = min(chunk, seq_len), min(loss_chunk or self.least_loss_chunk, seq_len)
+        return int(self._peak(seq_len, rows, loss_rows))
 
     def longest(self, budget: int, chunk: int) -> int:
         """The longest sequence whose activations take at most `budget` bytes; 0 if none does."""
@@ -166,7 +173,10 @@ class Planner:
         tokens = seq_len if seq_len is not None else longest
         assert tokens is not None
         rows = min(rows, tokens)
-        sizes = self.cost.sizes(tokens, rows)
+        loss_rows = self.loss_chunk
+        if budget is not None and self.activation_peak(tokens, rows, loss_rows) > budget:
+            loss_rows = self.least_loss_chunk
+        sizes = self.cost.sizes(tokens, rows, loss_chunk=loss_rows)
         moments = self.cost.timeline(sizes)
         peak = max(moments, key=lambda m: m.total)
         flops = sum(m.flops for m in moments)
@@ -180,7 +190,7 @@ class Planner:
             max_seq_len=longest,
             batch_size=self.batch_size,
             chunk=rows,
-            loss_chunk=self.loss_chunk,
+            loss_chunk=loss_rows,
             policy=str(self.stored),
             dtype=self.dtype,
             memory_bytes=None if memory is None else parse_bytes(memory),

@@ -51,8 +51,9 @@ class Otherwise:
     layers: int = 0
 
     def is_better(self, facts: Facts) -> Segment | None:
-        """A segment that runs unchunked and is much longer than a layer, if there is one; or the longest of all,
-        if none is chunked and layers can be checkpointed.
+        """A segment that runs unchunked and is much longer than a layer, if there is one.
+
+        Or the longest of all, if none is chunked and layers can be checkpointed.
 
         NOTE [longer than a layer]: in it nothing is known of where the rows are, so it is cut nowhere.
         """

@@ -178,9 +178,8 @@ def _named(
 
 def is_called(placeholder: Node, name: str) -> bool:
     """True if a user who says `name` means this input: an argument, or the last part of its path."""
-
     own = source_name(placeholder)
-    return name in (own, own.rsplit(".", 1)[-1], placeholder.name)
+    return name in (own, own.split(".")[-1], placeholder.name)
 
 
 def _voted(module: GraphModule) -> set[sympy.Symbol]:

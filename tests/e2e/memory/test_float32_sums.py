@@ -109,3 +109,30 @@ def test_rows_of_a_loss_chunk(dtype: torch.dtype, hidden: int, accumulate: str, 
     if accumulate == "float32":
         assert Planner(built, 2).loss_chunk == expected // 2
         assert Planner(built, 2, loss_chunk=7).loss_chunk == 7
+
+
+def test_few_rows_where_memory_is_short() -> None:
+    """As many as the head would have, unless the step then needs more than there is."""
+    config = LlamaConfig(
+        vocab_size=12000,
+        hidden_size=2048,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    planner = Planner(model)
+    assert (planner.loss_chunk, planner.least_loss_chunk) == (512, LOSS_CHUNK)
+    few, many = (planner.activation_peak(600, 600, n) for n in (256, 512))
+    assert few < 0.98 * many
+    resident = planner.weights + planner.gradients
+    ids = plain(1, 600)["input_ids"]
+    for budget, expected in ((many, 512), ((few + many) // 2, 256), (few, 256)):
+        plan = planner.plan("model", 600, resident + budget, 600)
+        assert plan.fits and plan.loss_chunk == expected, budget
+        transform(model, chunk=600, loss_chunk="auto", memory=budget, check="never")
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert streambp_fx.schedule(model).loss_rows == expected, budget
+        streambp_fx.restore(model)
