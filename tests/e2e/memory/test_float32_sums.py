@@ -134,5 +134,6 @@ def test_few_rows_where_memory_is_short() -> None:
         assert plan.fits and plan.loss_chunk == expected, budget
         transform(model, chunk=600, loss_chunk="auto", memory=budget, check="never")
         model(input_ids=ids, labels=ids).loss.backward()
-        assert streambp_fx.schedule(model).loss_rows == expected, budget
+        rows = streambp_fx.schedule(model).loss_rows
+        assert rows == expected if expected == LOSS_CHUNK else rows >= expected, budget
         streambp_fx.restore(model)
