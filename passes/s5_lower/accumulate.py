@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def accumulate(graph: Graph, count: int, eager: bool) -> None:
@@ -30,9 +31,8 @@ def accumulate(graph: Graph, count: int, eager: bool) -> None:
         if gradient is None:
             continue
         single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
-        if not (
-            single and (_as_product(graph, buffer, gradient, eager) or _as_rows(graph, buffer, gradient))
-        ):
+        ways = (lambda b, g: _as_product(graph, b, g, eager), lambda b, g: _as_rows(graph, b, g))
+        if not (single and any(way(buffer, gradient) for way in ways)):
             with graph.inserting_after(gradient):
                 graph.call_function(aten.add_.Tensor, (buffer, gradient))
     output.args = (kept,)
@@ -40,26 +40,24 @@ def accumulate(graph: Graph, count: int, eager: bool) -> None:
 
 def _as_product(graph: Graph, buffer: Node, gradient: Node, eager: bool) -> bool:
     """`buffer += a @ b` in one op, also where the gradient is a product seen through transposes or a cast."""
-    wide, product, transposed = buffer.meta["val"].dtype, gradient, False
+    total, product, transposed = buffer.meta["val"], gradient, False
     if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # of autocast
         product = product.args[0]
     while product.target is aten.t.default and len(product.users) == 1:
         product, transposed = product.args[0], not transposed
     if product.target is not aten.mm.default or len(product.users) != 1:
         return False
-    own = product.meta["val"].dtype
-    on_cpu, fused = (
-        buffer.meta["val"].device.type == "cpu",
-        eager and adds_in_float32(buffer.meta["val"], own),
-    )
-    if own != wide and not (on_cpu or fused):
+    own, cast = product.meta["val"], product.meta["val"].dtype != total.dtype
+    on_cpu, fused = total.device.type == "cpu", eager and adds_in_float32(total, own.dtype)
+    widens = own.dtype in HALVES and total.dtype == torch.float32
+    if own.device != total.device or (cast and not (widens and (on_cpu or fused))):
         return False  # NOTE [products in float32]
     with graph.inserting_before(product):
         target = graph.call_function(aten.t.default, (buffer,)) if transposed else buffer
-        if own != wide and fused:
-            graph.call_function(aten.addmm.dtype_out, (target, *product.args, wide), {"out": target})
+        if cast and fused:
+            graph.call_function(aten.addmm.dtype_out, (target, *product.args, total.dtype), {"out": target})
             return True
-        factors = [_in_dtype(graph, n, wide) if own != wide else n for n in product.args]
+        factors = [_in_dtype(graph, n, total.dtype) if cast else n for n in product.args]
         graph.call_function(aten.addmm_.default, (target, *factors))
     return True
 
@@ -75,9 +73,8 @@ def _as_rows(graph: Graph, buffer: Node, gradient: Node) -> bool:
     with graph.inserting_before(gradient):
         if padding >= 0:  # a row that is never learned
             hidden = _made(graph, aten.eq.Scalar, places, padding)
-            rows = _made(
-                graph, aten.masked_fill.Scalar, rows, _made(graph, aten.unsqueeze.default, hidden, -1), 0
-            )
+            hidden = _made(graph, aten.unsqueeze.default, hidden, -1)
+            rows = _made(graph, aten.masked_fill.Scalar, rows, hidden, 0)
         if rows.meta["val"].dtype != dtype:
             rows = _in_dtype(graph, rows, dtype)
         rows = _made(graph, aten.reshape.default, rows, [-1, *width])
@@ -103,12 +100,12 @@ def adds_in_float32(buffer: Tensor, dtype: torch.dtype) -> bool:
         dtype: of the product's factors.
     """
     nvidia = buffer.device.type == "cuda" and torch.version.hip is None
-    return nvidia and buffer.dtype == torch.float32 and dtype in (torch.float16, torch.bfloat16)
+    return nvidia and buffer.dtype == torch.float32 and dtype in HALVES
 
 
 def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
     """NOTE [products in float32]: a product that is rounded to half precision and then added to a float32 sum
-    loses digits, needs a temporary as large as the weight, and on an H100 takes as long as three products.
+    loses digits, and needs a temporary as large as the weight, which is written and read once more.
 
     On NVIDIA's GPUs one op does both (`addmm` with an `out_dtype`). On a CPU there is no such kernel, so the
     factors, which have the rows of one chunk, are cast. On other devices products in float32 are many times
