@@ -38,7 +38,7 @@ def rows_apart(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
 
     NOTE [rows of a tile]: kernels for GPUs may rescale the rows of a tile together, when the scores of one of
     them ask for it. The others then are rounded in another way, though they read nothing of that one. So on a
-    GPU attention is tried as products and a softmax. (Seen on an H100, in bfloat16.)
+    GPU attention is tried as products and a softmax: on an H100 the probe refused attention that is causal.
 
     Args:
         inputs: of the graph; tensors of any shape and dtype among them, of which the devices are looked at.
