@@ -227,8 +227,8 @@ class Run:
         window = {"use_sliding_window": True, "sliding_window": tokens // 4, "max_window_layers": 1}
         words = min(EXACTNESS_WORDS, self.config["vocab_size"])
         config = {**self.config, "num_hidden_layers": 2, "vocab_size": words, **window}
-        exact = replace(self.job("streamed"), exact=tokens, config=config)
         if "exactness" not in self.args.skip:
+            exact = replace(self.job("streamed"), exact=tokens, config=config)
             left = self.ends - time.monotonic()
             self._do(Found("exactness"), exact, min(0.5, max(1.0 / 6, EXACTNESS / max(left, 1.0))))
         modes = self.args.modes.split(",") if self.args.modes else self._default()

@@ -183,7 +183,7 @@ class AutoExecutor:
     ) -> int:
         """As many rows of the loss head at once as the step has memory for at its peak, wherever that is."""
         sequences = self.executors[self.policies[0]].sequences(others)
-        usual, least = self.options.loss_rows(sequences), self._least(others)
+        usual, least = self.options.loss_rows(sequences), self.options.least_loss_rows(sequences)
         if tokens <= least or not torch.is_grad_enabled():
             return usual
         peak = functools.partial(self._peak, policy, tokens, others, rows)
@@ -199,19 +199,16 @@ class AutoExecutor:
     def _budget(self, inputs: Sequence[Any]) -> int | None:
         """Bytes that activations may take: as the user says, or of what is free; None: it cannot be told."""
         given = self.options.memory_bytes
-        tensors = [v for v in inputs if isinstance(v, Tensor)]
-        return given if given is not None else activation_budget(tensors, self._pieces(inputs))
+        return given if given is not None else activation_budget(_tensors(inputs), self._pieces(inputs))
 
     def _choose(
         self, tokens: int, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]
     ) -> tuple[Policy, int]:
         if self.options.chunk != "auto" and len(self.policies) == 1:
             return self.policies[0], self.options.rows
-        budget, left_free = self.options.memory_bytes, 0
-        if budget is None:
-            tensors, pieces = [v for v in inputs if isinstance(v, Tensor)], self._pieces(inputs)
-            budget = activation_budget(tensors, pieces)
-            left_free = OPTIMIZER_STATES * gradients_to_come(tensors, pieces)
+        budget, left_free = self._budget(inputs), 0
+        if self.options.memory_bytes is None:
+            left_free = OPTIMIZER_STATES * gradients_to_come(_tensors(inputs), self._pieces(inputs))
         rows_tried = chunk_sizes(self.executors[self.policies[0]].sequences(others))
         smallest: tuple[int, Policy, int] | None = None
         for policy in self.policies:
@@ -273,6 +270,10 @@ class AutoExecutor:
             programs = self.executors[self.policies[0]].programs
             self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs, self.stored)
         return self.executors[policy]
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [v for v in inputs if isinstance(v, Tensor)]
 
 
 def activation_budget(tensors: Sequence[Tensor], pieces: Mapping[int, int] | None = None) -> int | None:

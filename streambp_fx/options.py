@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
-
-from .passes.graph.facts import Facts, tensors_of
+from .passes.graph.facts import Facts, sum_dtype, tensors_of
 from .passes.s3_cut.policy import Policy
 from .passes.step.saving import Saving
 from .units import CHOICES, parse_bytes
@@ -34,7 +32,8 @@ class Options:
         chunk: rows of the sequence in a chunk of a layer, or "auto".
         loss_chunk: rows of the sequence in a chunk of the loss head, or "auto": so many that all sequences
             together have 256 tokens, or more where the head's gradient is summed in float32 (see
-            `fewest_tokens`); in a training step up to 1024, if that does not raise the step's peak.
+            `fewest_tokens`) and memory is not short; in a training step up to 1024, if that does not raise
+            the step's peak.
         memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
             what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
@@ -140,11 +139,14 @@ class Options:
 
     def loss_rows(self, samples: int) -> int:
         """Rows of a chunk of the loss head, for a number of sequences; where they are chosen, at least."""
-        return max(1, self.head_tokens // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+        return self._head_rows(self.head_tokens, samples)
 
     def least_loss_rows(self, samples: int) -> int:
         """Rows of a chunk of the loss head where memory is short."""
-        return replace(self, head_tokens=LOSS_CHUNK).loss_rows(samples)
+        return self._head_rows(LOSS_CHUNK, samples)
+
+    def _head_rows(self, tokens: int, samples: int) -> int:
+        return max(1, tokens // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
 
     def for_graph(self, facts: Facts) -> Options:
         """The same options for a graph, whose head has `fewest_tokens` in a chunk, or more."""
@@ -185,15 +187,13 @@ def fewest_tokens(facts: Facts, wide: bool) -> int:
         facts: of the graph.
         wide: gradients of weights in half precision are summed in float32.
     """
-    found = LOSS_CHUNK
-    for segment in facts.segments if wide else ():
-        if segment.mixings or not segment.chunked:
-            continue
-        for node in segment.constants:
-            for value in tensors_of(node) if node in facts.needs_grad else ():
-                if value.dim() == 2 and value.dtype in (torch.float16, torch.bfloat16):
-                    found = max(found, min(int(min(value.shape)) // 256 * 64, LOSS_CHUNK_SIZES[-1]))
-    return found
+    if not wide:
+        return LOSS_CHUNK
+    heads = [s for s in facts.segments if s.chunked and not s.mixings]
+    trained = [v for s in heads for n in s.constants if n in facts.needs_grad for v in tensors_of(n)]
+    widths = [int(min(v.shape)) for v in trained if v.dim() == 2 and sum_dtype(v.dtype) != v.dtype]
+    quarter = max(widths, default=0) // 256 * 64
+    return max(LOSS_CHUNK, min(quarter, LOSS_CHUNK_SIZES[-1]))
 
 
 def chunk_sizes(samples: int) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..graph.facts import sum_dtype
+
 aten = torch.ops.aten
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def accumulate(graph: Graph, count: int, eager: bool) -> None:
@@ -31,8 +32,8 @@ def accumulate(graph: Graph, count: int, eager: bool) -> None:
         if gradient is None:
             continue
         single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
-        ways = (lambda b, g: _as_product(graph, b, g, eager), lambda b, g: _as_rows(graph, b, g))
-        if not (single and any(way(buffer, gradient) for way in ways)):
+        added = single and (_as_product(graph, buffer, gradient, eager) or _as_rows(graph, buffer, gradient))
+        if not added:
             with graph.inserting_after(gradient):
                 graph.call_function(aten.add_.Tensor, (buffer, gradient))
     output.args = (kept,)
@@ -49,7 +50,7 @@ def _as_product(graph: Graph, buffer: Node, gradient: Node, eager: bool) -> bool
         return False
     own, cast = product.meta["val"], product.meta["val"].dtype != total.dtype
     on_cpu, fused = total.device.type == "cpu", eager and adds_in_float32(total, own.dtype)
-    widens = own.dtype in HALVES and total.dtype == torch.float32
+    widens = sum_dtype(own.dtype) == total.dtype
     if own.device != total.device or (cast and not (widens and (on_cpu or fused))):
         return False  # NOTE [products in float32]
     with graph.inserting_before(product):
@@ -100,7 +101,7 @@ def adds_in_float32(buffer: Tensor, dtype: torch.dtype) -> bool:
         dtype: of the product's factors.
     """
     nvidia = buffer.device.type == "cuda" and torch.version.hip is None
-    return nvidia and buffer.dtype == torch.float32 and dtype in HALVES
+    return nvidia and dtype != buffer.dtype == sum_dtype(dtype)
 
 
 def _in_dtype(graph: Graph, node: Node, dtype: torch.dtype) -> Node:

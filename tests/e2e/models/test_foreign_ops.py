@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx.passes.graph.determinism import DETERMINISTIC
-from streambp_fx.passes.rules.registry import rule as register
+from streambp_fx.passes.rules import registry
 from streambp_fx.passes.s4_trace import foreign_ops
 
 GROUPS = 4
@@ -83,11 +83,9 @@ BATCHES = {"T=67": plain(2, 67), "T=17": plain(2, 17), "left": padded(50, "left"
 @pytest.fixture
 def a_rule() -> Any:
     """The op acts on the last dim alone, and draws no random numbers."""
-    from streambp_fx.passes.rules import registry
-
     before, known = dict(registry.RULES), set(DETERMINISTIC)
 
-    @register("streambp_tests::grouped")
+    @registry.rule("streambp_tests::grouped")
     def rule(ctx: Any, node: Any) -> Any:
         return ctx.layout(node.args[0])
 
