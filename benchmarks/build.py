@@ -32,7 +32,7 @@ class PeerSpec(StepSpec):
         "fused-loss",
         "liger",
         "compile",
-        "streamed-cudnn",
+        "streamed-flash",
         "reference",
         "published",
     )
@@ -146,12 +146,12 @@ def _load(path: Path) -> Any:
     return module
 
 
-def _streamed_cudnn(model: Any, spec: StepSpec) -> Step:
-    """Streamed, with flash attention switched off while programs are made, so that cuDNN's is taken."""
+def _streamed_flash(model: Any, spec: StepSpec) -> Step:
+    """Streamed, with cuDNN switched off while programs are made: attention is PyTorch's flash attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     streamed = build_step(model, replace(spec, mode="streamed"))
-    allowed = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def step(tokens: torch.Tensor) -> float:
         with sdpa_kernel(allowed):
@@ -166,6 +166,6 @@ BUILDERS = {
     "fused-loss": _fused_loss,
     "liger": _liger,
     "compile": _compile,
-    "streamed-cudnn": _streamed_cudnn,
+    "streamed-flash": _streamed_flash,
     "reference": _reference,
 }

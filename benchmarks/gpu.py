@@ -58,7 +58,7 @@ ORDER = (
     "checkpointing-offload-chunked-loss",
     "streamed-host",
     "streamed-attention",
-    "streamed-cudnn",
+    "streamed-flash",
     "checkpointing-offload",
     "liger",
     "checkpointing-chunked-loss",

@@ -224,14 +224,14 @@ def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def exactness(job: Job) -> dict[str, Any]:
     """Errors of gradients, against eager in float32, of eager and of the job's mode in float32 and the dtype.
 
-    And of the mode with cuDNN's attention, where that runs. All start from the same weights, rounded to the
+    And of the mode without cuDNN's attention, on a GPU. All start from the same weights, rounded to the
     dtype, so that what differs is the arithmetic. What fails says so and leaves the others their figures.
     """
     small = getattr(torch, job.dtype)
     expected: dict[str, torch.Tensor] = {}
     found: dict[str, Any] = {"tokens": job.exact}
-    unavailable = MODES["streamed-cudnn"].unavailable(Setup(job.device), job.config["model_type"])
-    names = ("eager", job.mode) if unavailable else ("eager", job.mode, "streamed-cudnn")
+    unavailable = MODES["streamed-flash"].unavailable(Setup(job.device), job.config["model_type"])
+    names = ("eager", job.mode) if unavailable else ("eager", job.mode, "streamed-flash")
     for dtype in dict.fromkeys((torch.float32, small)):
         for name in names:
             model = make_model(job.config, job.device, torch.float32).to(small).to(dtype)

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from streambp_fx.passes.s4_trace.attention_kernels import CUDNN_FROM, cudnn_version
-
 from .errors import BenchmarkError
 
 #: Rows of a chunk of the loss head, for every peer that has one; ours is left to choose.
@@ -44,13 +42,6 @@ Need = Callable[[Setup, str], "str | None"]
 
 def _cuda(setup: Setup, model_type: str) -> str | None:
     return None if setup.device == "cuda" else "needs CUDA"
-
-
-def _cudnn(setup: Setup, model_type: str) -> str | None:
-    version = cudnn_version()
-    if version is None or version < CUDNN_FROM:
-        return f"needs cuDNN {CUDNN_FROM} or later, this is {version}"
-    return None
 
 
 def _package(name: str, pip: str = "") -> Need:
@@ -198,18 +189,18 @@ _ALL = (
     Mode("streamed-attention", 'streamed, save="attention"', "streamed", "", {"save": "attention"}),
     *(
         Mode(f"streamed-{n}", f'streamed, memory="{n}MiB"', "streamed", "", _FILLED | {"memory": f"{n}MiB"})
-        for n in (300, 400, 600, 1000, 1200)
+        for n in (300, 400, 600, 1000, 1200, 8192, 16384)
     ),
     Mode("streamed-every-2", "streamed, every=2", "streamed", "", {"every": 2}),
     Mode("streamed-disk", 'streamed, offload="disk"', "streamed", "", {"offload": "disk"}),
     Mode("streamed-host", 'streamed, offload="host"', "streamed", "", {"offload": "host"}, (_cuda,)),
     Mode(
-        "streamed-cudnn",
-        "streamed, attention by cuDNN",
-        "streamed-cudnn",
-        "inputs kept; flash attention switched off",
+        "streamed-flash",
+        "streamed, attention by flash",
+        "streamed-flash",
+        "inputs kept; cuDNN's attention switched off",
         {},
-        (_cuda, _cudnn),
+        (_cuda,),
     ),
     Mode("streamed-inductor", 'streamed, body="inductor"', "streamed", "", {"body": "inductor"}),
 )

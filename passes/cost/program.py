@@ -237,11 +237,10 @@ def _arguments(node: Node) -> dict[str, Any]:
 @flops(
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_efficient_attention,
     aten.scaled_dot_product_attention,
 )
-def _attention(node: Node) -> sympy.Expr:
+def attention_flops(node: Node) -> sympy.Expr:
     """Scores and their product with the values: 2 D each a pair of row and column, for head sizes D."""
     given = _arguments(node)
     pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
@@ -251,10 +250,9 @@ def _attention(node: Node) -> sympy.Expr:
 @flops(
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
     aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward,
 )
-def _attention_backward(node: Node) -> sympy.Expr:
+def attention_backward_flops(node: Node) -> sympy.Expr:
     """Scores again, and four products with them (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
     given = _arguments(node)
     pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))

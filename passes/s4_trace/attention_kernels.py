@@ -6,14 +6,11 @@ blocks are merged, and its backward takes the merged output and log-sum-exp. `ch
 is traced, so the choice is fixed with the program.
 
 NOTE [tested mostly without a GPU]: the CUDA kernels are tested by emulation of their ops on a CPU, after what
-PyTorch's sources say of them, and on fake tensors. On an H100 flash and memory-efficient attention have run
-(tests/e2e/memory/test_cuda.py, docs/gpu.md); cuDNN's has no result on blocks yet.
+PyTorch's sources say of them, and on fake tensors. All of them have run on an H100 (docs/gpu.md,
+tests/e2e/memory/test_cuda.py).
 
-NOTE [flash before cuDNN]: cuDNN compiles a kernel for each pair of rows and columns that it meets, in device
-memory that PyTorch's allocator does not know of (aten/src/ATen/native/cudnn/MHA.cpp), and the blocks of a
-chunked step have as many pairs as there are chunks. PyTorch prefers it on Hopper and Blackwell, where it is
-1.8 times faster on whole sequences (docs/gpu.md); here it is taken where flash attention is switched off,
-until its blocks have been verified and measured.
+NOTE [cuDNN before flash]: where PyTorch itself prefers cuDNN, it is 1.3 to 1.9 times faster than PyTorch's
+flash attention, on the blocks of a chunk too (H100, docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -23,6 +20,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .cudnn_blocks import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -179,37 +180,29 @@ class CudaFlash(Kernel):
 
 
 class CudaCudnn(Kernel):
-    """cuDNN's attention on CUDA: half precision, no mask; grouped heads that are not stacked are repeated.
+    """cuDNN's attention on CUDA: half precision, no mask, grouped heads; see `cudnn_blocks`.
+
+    Heads are stacked where they can be, as for `CudaFlash`.
 
     NOTE [log-sum-exp of cuDNN]: natural logarithms of sums over scaled scores, as other kernels have them, of
     shape (B, H, c, 1) since PyTorch 2.9. PyTorch too merges blocks by it, and hands the merged one to the
     backward of each block (torch/distributed/tensor/experimental/_context_parallel).
     """
 
-    op = aten._scaled_dot_product_cudnn_attention.default
-    op_backward = aten._scaled_dot_product_cudnn_attention_backward.default
-
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """On CUDA without a mask, in half precision with heads up to 128, where cuDNN attention runs."""
+        """On CUDA without a mask, in half precision with heads up to 128, where cuDNN is preferred."""
         if mask is not None or not _on_cuda(query, key, value):
             return False
-        return _half_heads(query, key, value, 128) and _cudnn_runs(query)
+        return _half_heads(query, key, value, 128) and _cudnn_runs(query.device)
 
     def forward(self, block: AttentionBlock) -> Result:
         """Output and log-sum-exp, as in `Kernel`."""
-        operands = _ungrouped(block)
-        out, lse, *_ = self.op(*operands, None, True, 0.0, block.causal, False, scale=block.scale)
-        return out, lse.squeeze(-1)
+        return BLOCK_ATTENTION(block.query, block.key, block.value, block.causal, block.scale)
 
     def backward(self, gradient: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor) -> Gradients:
-        """Lengths, as offsets, are for sequences of several lengths; there is no bias."""
-        query, key, value = _ungrouped(block)
-        state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, so not read
-        sums = lse.contiguous().unsqueeze(-1)
-        operands = (gradient, query, key, value, out, sums, state, state, None, None, None)
-        lengths = (query.shape[2], key.shape[2])
-        dq, dk, dv = self.op_backward(*operands, *lengths, 0.0, block.causal, scale=block.scale)
-        return dq, *_regrouped(block, dk, dv)
+        """Gradients of query, key and value, as in `Kernel`."""
+        operands = (gradient, block.query, block.key, block.value, out, lse)
+        return BLOCK_ATTENTION_BACKWARD(*operands, block.causal, block.scale)
 
 
 class CudaEfficient(Kernel):
@@ -273,7 +266,7 @@ class CudaEfficient(Kernel):
         return dq, *_regrouped(block, dk, dv)
 
 
-KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaFlash(), CudaCudnn(), CudaEfficient())
+KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaCudnn(), CudaFlash(), CudaEfficient())
 
 
 def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Kernel | None:
@@ -329,16 +322,25 @@ def _flash_runs(device: torch.device, size: int) -> bool:
     return settings.flash_sdp_enabled() and built and capability >= (8, 0) and not too_large
 
 
-def _cudnn_runs(query: Tensor) -> bool:
-    """True if cuDNN's kernel and its backward are right for every number of rows, and not switched off.
+def _cudnn_runs(device: torch.device) -> bool:
+    """True where cuDNN's kernel and its backward are right, are not switched off, and are the faster ones.
 
     These are PyTorch's own conditions (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Versions before
-    9.15.1 lack a fix for lengths that 128 does not divide; some later ones refuse single rows.
+    9.15.1 lack a fix for lengths that 128 does not divide. Elsewhere it is taken if flash is switched off.
     """
-    version = cudnn_version()
-    single = isinstance(query.shape[2], int) and query.shape[2] == 1
-    runs = _capability(query.device) >= (8, 0) and version is not None and version >= CUDNN_FROM
-    return torch.backends.cuda.cudnn_sdp_enabled() and runs and not single
+    settings, version = torch.backends.cuda, cudnn_version()
+    runs = _capability(device) >= (8, 0) and version is not None and version >= CUDNN_FROM
+    wanted = not settings.flash_sdp_enabled() or _cudnn_is_preferred(device)
+    return settings.cudnn_sdp_enabled() and runs and wanted
+
+
+def _cudnn_is_preferred(device: torch.device) -> bool:
+    """True if PyTorch takes cuDNN for attention that flash attention takes as well, asked for a small one."""
+    if not torch.cuda.is_available():
+        return False
+    with _disable_current_modes():
+        small = torch.empty((1, 1, 8, 64), dtype=torch.bfloat16, device=device)
+        return torch._fused_sdp_choice(small, small, small) == SDPBackend.CUDNN_ATTENTION.value
 
 
 def cudnn_version() -> int | None:

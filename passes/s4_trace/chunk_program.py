@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.facts import Facts, Mask, Role, Segment
-from ..graph.provenance import Origins
 from ..rules.op_sets import VIEW_ONLY
 from .carried_state import Ranges, Size, StateReader, edges, find_states
 from .evaluation import Evaluation
+from .provenance import Origins
 
 
 class ChunkProgram:

@@ -30,6 +30,7 @@ from torch.fx import GraphModule
 from ..auto_executor import AutoExecutor
 from ..errors import StreamBPError
 from ..passes.graph.facts import Facts, tensors_of
+from ..passes.graph.kernel_settings import plain_attention
 from ..passes.graph.purity import is_random
 from ..passes.rules.asking import STRICT
 from ..passes.s2_prove.independent_samples import batch_size
@@ -123,7 +124,8 @@ def _apart(executor: Executor | AutoExecutor, inputs: Sequence[Any]) -> Iterator
     largest = {e: e.largest for e in several.values()}
     devices = {v.device for v in inputs if isinstance(v, Tensor)}
     try:
-        with warnings.catch_warnings(), alone(), comparable(executor.facts, devices) as drawing:
+        quiet, plain = warnings.catch_warnings(), plain_attention(inputs)
+        with quiet, alone(), plain, comparable(executor.facts, devices) as drawing:
             warnings.simplefilter("ignore")
             yield drawing
     finally:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..passes.graph.causal_convolution import CAUSAL_CONV1D
 from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, shape_of
@@ -31,20 +29,6 @@ COLUMNS: dict[Any, tuple[int | str, ...]] = {
 }
 PRODUCT_COLUMNS: tuple[int | str, ...] = (1, "other", "mat2")
 Substitute = Callable[[Node, bool], Any]
-
-
-def rows_apart(inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Within: no row of attention depends on the numbers of rows that it does not read, to the last bit.
-
-    NOTE [rows of a tile]: kernels for GPUs may rescale the rows of a tile together, when the scores of one of
-    them ask for it. The others then are rounded in another way, though they read nothing of that one. So on a
-    GPU attention is tried as products and a softmax: on an H100 the probe refused attention that is causal.
-
-    Args:
-        inputs: of the graph; tensors of any shape and dtype among them, of which the devices are looked at.
-    """
-    on_cpu = all(v.device.type == "cpu" for v in inputs if isinstance(v, Tensor))
-    return contextlib.nullcontext() if on_cpu else sdpa_kernel(SDPBackend.MATH)
 
 
 class CapturedRun:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import VerificationError
 from ..passes.graph.facts import Facts, Kind, Mixing, Reach, Role, operands
+from ..passes.graph.kernel_settings import plain_attention
 from ..passes.graph.purity import is_random
 from ..passes.graph.recurrence import RECURRENCE
 from ..passes.graph.sources import source_line
@@ -26,7 +27,7 @@ from ..passes.masks.at_run_time import first_column_open
 from ..passes.s2_prove.axes import is_secondary
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s6_schedule.step_parts import masks_to_test
-from .captured_run import CapturedRun, rows_apart
+from .captured_run import CapturedRun
 from .poisoned_rows import Operand, Poison, first_difference
 from .tried_claims import NotClaimed, Probe
 
@@ -92,8 +93,8 @@ class IndependenceProbe(CapturedRun):
             VerificationError: an op failed while it was probed; the message names the op and its source line.
         """
         order, last_readings = self._lifetimes()
-        apart = rows_apart(list(self.inputs.values()))
-        with torch.no_grad(), torch._C._DisableAutocast(), apart:
+        plain = plain_attention(self.inputs.values())
+        with torch.no_grad(), torch._C._DisableAutocast(), plain:
             for position, node in enumerate(order):
                 try:
                     self._value(node)

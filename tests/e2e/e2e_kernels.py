@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streambp_fx.passes.s4_trace import attention_kernels
+from streambp_fx.passes.s4_trace import attention_kernels, cudnn_blocks
 
 LSE_ROWS = 32
 
@@ -47,7 +47,7 @@ KERNELS["cudnn, efficient"] = KERNELS["cudnn"] + KERNELS["efficient"]
 
 
 @pytest.fixture
-def cuda_ops() -> Iterator[None]:
+def cuda_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within: the ops have a CPU implementation."""
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_scaled_dot_product_flash_attention", flash)
@@ -56,6 +56,7 @@ def cuda_ops() -> Iterator[None]:
     library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward)
     library.impl("_scaled_dot_product_efficient_attention", efficient)
     library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward)
+    monkeypatch.setattr(cudnn_blocks, "MULTIPLE", 1)  # no block is left to flash
     yield
     library._destroy()
 
@@ -155,13 +156,15 @@ def flash_backward(
     return _laid_as(query, dq), _laid_as(key, dk), _laid_as(value, dv)
 
 
-# ---- cuDNN: half precision, no mask, no grouped heads (of which it takes some), log-sum-exp (B, H, c, 1)
+# ---- cuDNN: half precision, grouped heads, no mask, log-sum-exp (B, H, c, 1)
 
 
-def _check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> None:
-    assert dropout == 0.0 and bias is None and query.shape[1] == key.shape[1] == value.shape[1]
+def _check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> int:
+    assert dropout == 0.0 and bias is None and query.shape[1] % key.shape[1] == 0
+    assert key.shape == value.shape and (query.shape[2], key.shape[2]) != (1, 1), "it refuses one on one"
     assert all(x.stride(-1) == 1 and x.shape[-1] % 8 == 0 for x in (query, key, value))
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 128
+    return query.shape[1] // key.shape[1]
 
 
 def cudnn(
@@ -176,8 +179,9 @@ def cudnn(
     *,
     scale: float | None = None,
 ) -> Any:
-    _check_cudnn(query, key, value, attn_bias, dropout_p)
+    groups = _check_cudnn(query, key, value, attn_bias, dropout_p)
     assert compute_log_sumexp and not return_debug_mask
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scores = _scores(query, key, None, is_causal, scale)
     out = (scores.softmax(-1) @ value.float()).to(query.dtype)
     lse, state = scores.logsumexp(-1, keepdim=True), torch.tensor(7)
@@ -204,13 +208,15 @@ def cudnn_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    _check_cudnn(query, key, value, attn_bias, dropout_p)
+    groups = _check_cudnn(query, key, value, attn_bias, dropout_p)
     assert cum_seq_q is None and cum_seq_k is None and (max_q, max_k) == (query.shape[2], key.shape[2])
     assert logsumexp.dtype == torch.float32 and logsumexp.shape == (*query.shape[:3], 1)
     assert philox_seed.dtype == philox_offset.dtype == torch.int64
     assert logsumexp.squeeze(-1).is_contiguous(), "in other layouts nobody hands it to the op"
-    weights = (_scores(query, key, None, is_causal, scale) - logsumexp).exp()
-    dq, dk, dv = _gradients(grad_out, query, key, value, out, weights, scale)
+    keys, values = (x.repeat_interleave(groups, 1) for x in (key, value))
+    weights = (_scores(query, keys, None, is_causal, scale) - logsumexp).exp()
+    dq, *rest = _gradients(grad_out, query, keys, values, out, weights, scale)
+    dk, dv = (g.unflatten(1, (-1, groups)).sum(2) for g in rest)
     return _laid_as(query, dq), _laid_as(key, dk), _laid_as(value, dv)
 
 

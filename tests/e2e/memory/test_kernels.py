@@ -17,14 +17,14 @@ from e2e_check import (
     transform,
 )
 from e2e_kernels import KERNELS, cuda_ops  # noqa: F401
-from e2e_models import build, padded, plain, sample
+from e2e_models import CHUNK, build, padded, plain, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import streambp_fx
 from streambp_fx.passes.cost.program import program_cost
 from streambp_fx.passes.graph.facts import expression, tensors_of
-from streambp_fx.passes.s4_trace import attention_kernels, prefix_attention
+from streambp_fx.passes.s4_trace import attention_kernels, cudnn_blocks, prefix_attention
 from streambp_fx.passes.s4_trace.attention_kernels import choose
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -103,7 +103,6 @@ def test_kernels_that_are_switched_off() -> None:
         (91501, (9, 0), {"value_size": 8}, None),
         (91501, (9, 0), {"size": 136}, None),
         (91501, (9, 0), {"size": 12}, None),
-        (91501, (9, 0), {"rows": 1}, None),
         (91501, (7, 5), {}, None),
         (91500, (9, 0), {}, None),  # lacks a fix for lengths that 128 does not divide
         (None, (9, 0), {}, None),
@@ -225,7 +224,8 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == len(expected) == 2, "one for the first chunk, one for all others"
     for traced, of_cpu, blocks in zip(found, expected, (1, 2), strict=True):
         ops = [str(n.target) for n in traced.module.graph.nodes]
-        forward = f"aten._scaled_dot_product_{name}_attention.default"
+        own = name == "cudnn"
+        forward = f"{'streambp_fx.block' if own else f'aten._scaled_dot_product_{name}'}_attention.default"
         assert ops.count(forward) == ops.count(forward.replace("attention.", "attention_backward.")) == blocks
         assert not any("for_cpu" in op or "softmax" in op or "bmm" in op for op in ops)
         assert traced.guards.conditions() == [], "the program is for chunks of any length"
@@ -271,6 +271,35 @@ def test_backward_takes_any_layout(name: str) -> None:
         other = [x.transpose(*dims).contiguous().transpose(*dims) for x in (gradient, out, lse)]
         assert not other[2].is_contiguous()
         torch.testing.assert_close(kernel.backward(other[0], block, *other[1:]), expected)
+
+
+@pytest.mark.usefixtures("cuda_ops")
+def test_blocks_that_cudnn_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rows and columns when the op runs: the rest of a sequence, and one row on one column."""
+    calls: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
+    asked = cudnn_blocks.for_cudnn
+
+    def for_cudnn(query: torch.Tensor, key: torch.Tensor) -> bool:
+        found = asked(query, key)
+        calls[found].add((query.shape[2], key.shape[2]))
+        return found
+
+    monkeypatch.setattr(attention_kernels, "KERNELS", KERNELS["cudnn"])
+    monkeypatch.setattr(cudnn_blocks, "MULTIPLE", CHUNK)
+    monkeypatch.setattr(cudnn_blocks, "for_cudnn", for_cudnn)
+    check_exact(functools.partial(build, "llama", dtype=FULL), {"T=67": plain(2, 67), "T=53": plain(1, 53)})
+    stacked = CHUNK * 2  # rows of the two heads of a group
+    assert calls[True] == {(CHUNK, CHUNK), *((stacked, CHUNK * k) for k in range(1, 67 // CHUNK))}
+    assert {(1, 1), (2, 52), (2, 2), (4, 65)} <= calls[False]
+
+
+def test_cudnn_where_pytorch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "_cudnn_is_preferred", lambda device: True)
+    assert on_fake_device("cuda", HALF) is CUDNN
+    assert on_fake_device("cuda", HALF, mask=True) is EFFICIENT
+    assert on_fake_device("cuda", HALF, size=256) is FLASH
+    monkeypatch.setattr(attention_kernels, "cudnn_version", lambda: 91400)
+    assert on_fake_device("cuda", HALF) is FLASH
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(HALF, "flash"), (FULL, "efficient")])

@@ -1,0 +1,121 @@
+"""cuDNN's attention on blocks, as two ops: `streambp_fx::block_attention` and its backward.
+
+NOTE [which blocks cuDNN gets]: cuDNN compiles a kernel for each pair of rows and columns that it meets, about
+50 ms each (H100, cuDNN 9.19), and refuses one row on one column. The chunks of a step are alike, but for the
+last, whose rows change with the length of every batch. So a block whose rows or columns are no multiple of
+`MULTIPLE` goes to PyTorch's flash attention; which it is, is known when the op runs, not when it is traced.
+Full chunks of all lengths together have as many pairs as the longest sequence has chunks.
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..cost.program import attention_backward_flops, attention_flops, flops
+
+aten = torch.ops.aten
+#: Rows and columns of blocks for cuDNN are multiples of it.
+MULTIPLE = 8
+
+_LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
+_LIBRARY.define(
+    "block_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float? scale) "
+    "-> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "block_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
+)
+BLOCK_ATTENTION = torch.ops.streambp_fx.block_attention.default
+BLOCK_ATTENTION_BACKWARD = torch.ops.streambp_fx.block_attention_backward.default
+
+
+def for_cudnn(query: Tensor, key: Tensor) -> bool:
+    """True if a block goes to cuDNN, see NOTE [which blocks cuDNN gets].
+
+    Args:
+        query: (B, H, c, D).
+        key: (B, H or fewer, n, D).
+    """
+    return query.shape[2] % MULTIPLE == 0 and key.shape[2] % MULTIPLE == 0
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    if for_cudnn(query, key):
+        op = aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = op(query, key, value, None, True, 0.0, is_causal, False, scale=scale)
+        lse = lse.squeeze(-1)
+    else:
+        op = aten._scaled_dot_product_flash_attention
+        out, lse, *_ = op(query, key, value, 0.0, is_causal, False, scale=scale)
+    return _laid_out_as(query, out), lse.contiguous()
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse, lengths = logsumexp.contiguous(), (query.shape[2], key.shape[2])
+    if for_cudnn(query, key):
+        state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, so not read
+        operands = (grad_out, query, key, value, out, lse.unsqueeze(-1), state, state, None, None, None)
+        made = aten._scaled_dot_product_cudnn_attention_backward(
+            *operands, *lengths, 0.0, is_causal, scale=scale
+        )
+    else:
+        state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # likewise
+        operands = (grad_out, query, key, value, out, lse, None, None)
+        made = aten._scaled_dot_product_flash_attention_backward(
+            *operands, *lengths, 0.0, is_causal, state, state, scale=scale
+        )
+    grad_query, grad_key, grad_value = (
+        _laid_out_as(like, gradient) for like, gradient in zip((query, key, value), made, strict=True)
+    )
+    return grad_query, grad_key, grad_value
+
+
+def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
+    """A value in the memory layout that the trace has seen: that of the operand."""
+    wanted = torch.empty_like(like, device="meta").stride()
+    return value if value.stride() == wanted else torch.empty_like(like).copy_(value)
+
+
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+for _name, _run, _fake in (
+    ("block_attention", _forward, _fake_forward),
+    ("block_attention_backward", _backward, _fake_backward),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"streambp_fx::{_name}", _fake)
+
+
+@flops(torch.ops.streambp_fx.block_attention)
+def _flops(node: Node) -> sympy.Expr:
+    return attention_flops(node)
+
+
+@flops(torch.ops.streambp_fx.block_attention_backward)
+def _flops_backward(node: Node) -> sympy.Expr:
+    return attention_backward_flops(node)
