@@ -157,9 +157,12 @@ def _trace(
 
 
 def _coincide(table: SymbolTable, lengths: Lengths) -> bool:
-    """True if tracing took another size for the sequence length, since both had the same value."""
-    sequence = {s for e in table.found(lengths.sequence) for s in e.free_symbols}
-    return not sequence or any(sequence & e.free_symbols for e in table.found(lengths.others))
+    """True if tracing took a number or another size for the sequence length, since both had the same value.
+
+    A size that tracing has found to be a multiple of the length, say, stays that: a guard says so.
+    """
+    sequence = _symbol(table.found(lengths.sequence))
+    return sequence is None or sequence in table.found(lengths.others)
 
 
 def _symbol(found: list[sympy.Expr]) -> sympy.Symbol | None:

@@ -1,4 +1,10 @@
-"""Convolutions along the sequence in normal form: padded on both sides and cut, they read backwards."""
+"""Convolutions along the sequence in normal form: padded on both sides and cut, they read backwards.
+
+NOTE [rows that are moved]: a value whose rows come one later or more (`cat([first, x[:, :-1]], 1)`,
+`pad(x, (0, 0, 1, -1))`; token shift) is a convolution with weights of 1 and 0, so that one op is all that
+reads rows before its own. A row that is infinite then makes NaN of those that read it with weight 0, where
+the model would have left it out: a model that has such rows has no finite loss, but for the last row.
+"""
 
 from __future__ import annotations
 
@@ -57,3 +63,70 @@ def _reach(call: dict[str, Any]) -> int | None:
 def _causal(graph: Graph, node: Node, source: Node, call: dict[str, Any]) -> Node:
     given = (call["weight"], call["bias"], call["dilation"][0], call["groups"])
     return insert(graph, node, CAUSAL_CONV1D, source, *given)
+
+
+@rewrite(aten.cat.default)
+def later_by_a_row(graph: Graph, node: Node) -> Node | None:
+    """`cat([first, x[:, :-1]], 1)`: the rows of x, each a row later, and a first one."""
+    call = arguments(node)
+    parts: Any = call["tensors"]
+    if len(parts) != 2 or call["dim"] % 3 != 1:
+        return None
+    first, rest = parts
+    product = rest if rest.target is aten.linear.default else None  # of which a slice is that of its operand
+    rest = rest if product is None else product.args[0]
+    if rest.target is not aten.slice.Tensor:
+        return None
+    cut = arguments(rest)
+    source: Any = cut["self"]
+    made, given = shape_of(node), shape_of(source)
+    if (
+        not _has_rows(node)
+        or len(given) != 3
+        or given[:2] != made[:2]
+        or shape_of(first) != (made[0], 1, made[2])
+    ):
+        return None
+    if (cut["dim"] % 3, cut["start"] or 0, cut["end"], cut["step"]) != (1, 0, -1, 1):
+        return None
+    if product is not None:
+        source = insert(graph, node, aten.linear.default, source, *product.args[1:])
+    moved = _moved(graph, node, source, 1)
+    rows = insert(graph, node, aten.sym_size.int, source, 1)
+    numbers = insert(graph, node, aten.arange.default, rows, device=node.meta["val"].device)
+    is_first = insert(graph, node, aten.lt.Scalar, insert(graph, node, aten.unsqueeze.default, numbers, 1), 1)
+    return insert(graph, node, aten.where.self, is_first, first, moved)
+
+
+@rewrite(aten.pad.default, aten.constant_pad_nd.default)
+def later_by_padding(graph: Graph, node: Node) -> Node | None:
+    """`pad(x, (0, 0, k, -k))`: the rows of x, each k rows later, after k rows of zeros."""
+    call = arguments(node)
+    pad, source = list(call["pad"]), call["self"]
+    zeros = call.get("mode", "constant") == "constant" and not call["value"]
+    if not zeros or not _has_rows(node) or shape_of(source) != shape_of(node):
+        return None
+    if len(pad) not in (4, 6) or any(isinstance(n, Node) for n in pad) or any(pad[:2] + pad[4:]):
+        return None
+    if pad[2] <= 0 or pad[3] != -pad[2]:
+        return None
+    return _moved(graph, node, source, pad[2])
+
+
+def _has_rows(node: Node) -> bool:
+    """True for floating (samples, rows, width) with a number for the width."""
+    shape = shape_of(node)
+    known = len(shape) == 3 and bool(shape[1].free_symbols) and shape[2].is_Integer
+    return known and node.meta["val"].is_floating_point()
+
+
+def _moved(graph: Graph, node: Node, source: Node, by: int) -> Node:
+    """The rows of (samples, rows, width), each so many rows later; the first are zeros."""
+    width, value = int(shape_of(source)[2]), source.meta["val"]
+    kind = {"dtype": value.dtype, "device": value.device}
+    one = insert(graph, node, aten.full.default, [width, 1, 1], 1.0, **kind)
+    none = insert(graph, node, aten.full.default, [width, 1, by], 0.0, **kind)
+    weight = insert(graph, node, aten.cat.default, [one, none], 2)
+    columns = insert(graph, node, aten.transpose.int, source, 1, 2)
+    found = insert(graph, node, CAUSAL_CONV1D, columns, weight, None, 1, width)
+    return insert(graph, node, aten.transpose.int, found, 1, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from ..graph.facts import shape_of, tensors_of
@@ -21,6 +22,16 @@ FILLS: dict[Any, float | None] = {
     aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.new_full.default: None,
     aten.new_empty.default: 0.0,
 }  # fmt: skip
+
+
+@rewrite(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+def of_its_own(graph: Graph, node: Node) -> Node | None:
+    """Of the value that gives only its dtype and its device nothing is read: `full` makes the same."""
+    number, value = arguments(node).get("fill_value", FILLS[node.target]), node.meta["val"]
+    size, kind = arguments(node)["size"], type(value)
+    if isinstance(number, Node) or kind is not FakeTensor or value.layout is not torch.strided:
+        return None
+    return insert(graph, node, aten.full.default, size, number, dtype=value.dtype, device=value.device)
 
 
 @rewrite(

@@ -95,7 +95,8 @@ def insert(graph: Graph, before: Node, target: Any, *args: Any, **kwargs: Any) -
         node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in before.meta.items() if k in ("stack_trace", "nn_module_stack")}
     values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-    mode = next(v.fake_mode for v in torch.utils._pytree.tree_leaves(values) if hasattr(v, "fake_mode"))
+    known = torch.utils._pytree.tree_leaves((values, before.meta.get("val")))
+    mode = next(v.fake_mode for v in known if hasattr(v, "fake_mode"))
     with mode, enable_python_dispatcher(), torch.no_grad():  # else composite ops would make sizes constants
         node.meta["val"] = target(*values[0], **values[1])
     return node

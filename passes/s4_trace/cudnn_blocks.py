@@ -18,7 +18,7 @@ from ..cost.program import attention_backward_flops, attention_flops, flops
 
 aten = torch.ops.aten
 #: Rows and columns of blocks for cuDNN are multiples of it.
-MULTIPLE = 8
+MULTIPLE = 128
 
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
 _LIBRARY.define(

@@ -231,7 +231,14 @@ def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
     """Size symbols of a segment other than the sequence length."""
     nodes = (*segment.nodes, *segment.rows, *segment.constants, *segment.whole)
     sizes = [size for n in nodes for value in tensors_of(n) for size in value.shape]
-    sizes += [o.meta["val"] for n in segment.nodes for o in operands(n) if facts.kinds[o] is Kind.SIZE]
+    pending = [o for n in segment.nodes for o in operands(n) if facts.kinds[o] is Kind.SIZE]
+    made_of: set[Node] = set()
+    while pending:  # what is computed with sizes is computed again, see `evaluate_size`
+        node = pending.pop()
+        if node not in made_of:
+            made_of.add(node)
+            pending += [n for n in node.all_input_nodes if not tensors_of(n)]
+    sizes += [n.meta["val"] for n in made_of]
     return {s for size in sizes for s in _symbols(size)} - {facts.sequence}
 
 

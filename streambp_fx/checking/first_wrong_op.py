@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..passes.graph.facts import Kind, PassError, Segment
+from ..passes.graph.facts import Kind, PassError, Segment, tensors_of
 from ..passes.graph.sources import path, source_line
 from ..passes.graph.symbols import evaluate_size
 from ..passes.s3_cut.alive_bytes import row_axis
@@ -84,15 +84,16 @@ def _captured_differs(
         return results[: len(results) - len(places)]
 
     expected, found = run(module, given, fixed, skipped=lazy), run(passes, given, fixed, skipped=lazy)
+    clear = max(_clear(given), _clear(v for n in facts.nodes for v in tensors_of(n)))  # autocast casts within
     for d in differences(expected, found):
-        if d.gap > _clear(given) * max(d.scale, expected.total * 1e-3):
+        if d.gap > clear * max(d.scale, expected.total * 1e-3):
             return Blame(
                 f"the captured graph, run whole, differs from the model's ({d.what}: {d.words or d.gap})"
             )
     return None
 
 
-def _clear(values: Sequence[Any]) -> float:
+def _clear(values: Iterable[Any]) -> float:
     dtypes = {v.dtype for v in values if isinstance(v, Tensor)}
     return max((CLEAR[d] for d in dtypes if d in CLEAR), default=CLEAR[torch.float32])
 

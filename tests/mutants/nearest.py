@@ -6,7 +6,10 @@ MODULES = {
     "passes/s2_prove/axes.py": ["tests/passes/s2_prove/test_axes.py"],
     "passes/s2_prove/independent_samples.py": ["tests/e2e/inputs/test_ragged.py"],
     "passes/graph/determinism.py": ["tests/e2e/models/test_dropout.py"],
-    "passes/s2_prove/footprints.py": ["tests/passes/masks/test_masks.py"],
+    "passes/s2_prove/footprints.py": [
+        "tests/passes/masks/test_masks.py",
+        "tests/passes/s2_prove/test_score_rules.py",
+    ],
     "passes/graph/subgraph.py": ["tests/e2e/guards/test_fallback.py"],
     "passes/graph/functionalization.py": ["tests/e2e/models/test_changes_in_place.py"],
     "passes/s2_prove/gradient_edges.py": ["tests/passes/s2_prove/test_gradient_edges.py"],

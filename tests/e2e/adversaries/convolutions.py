@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from e2e_adversary import WARNED, Cases
+from e2e_adversary import WARNED, WHATEVER, Cases
 from e2e_subject import WIDTH, Subject, heads, joined
 from torch import Tensor, nn
 
@@ -115,3 +116,36 @@ def made_of_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """The weight is a mean over all rows."""
     weight = x.mean((0, 1))[:, None, None].expand(WIDTH, 1, 3)
     return x + along(F.conv1d(F.pad(along(x), (2, 0)), weight, groups=WIDTH))
+
+
+# ---- rows that come later
+
+
+def one_later(x: Tensor, first: Tensor | None = None) -> Tensor:
+    first = x.new_zeros(x.shape[0], 1, x.shape[2]) if first is None else first.expand(x.shape[0], 1, -1)
+    return torch.cat([first, x[:, :-1]], 1)
+
+
+CASES.blocks(
+    {
+        "after zeros": lambda m, x, ids: x + m.lin(one_later(x)),
+        "after what is learned": lambda m, x, ids: x + m.lin(one_later(x, m.scale[None, None])),
+        "after a product with zeros": lambda m, x, ids: (
+            x + one_later(m.lin(x), m.lin(x.new_zeros(x.shape[0], 1, WIDTH)))
+        ),
+        "twice": lambda m, x, ids: x + one_later(one_later(x)) * m.scale,
+        "by padding": lambda m, x, ids: x + F.pad(m.lin(x), (0, 0, 1, -1)),
+        "by three": lambda m, x, ids: x + F.pad(x, (0, 0, 3, -3)).sigmoid(),
+        "mixed with its own": lambda m, x, ids: x + m.lin(x * 0.3 + nn.ZeroPad2d((0, 0, 1, -1))(x) * 0.7),
+    }
+)
+for _name, _moved in {
+    "a row earlier": lambda m, x, ids: x + F.pad(x, (0, 0, -1, 1)),
+    "a row earlier, by parts": lambda m, x, ids: x + torch.cat([x[:, 1:], x[:, :1] * 0], 1),
+    "after its own first": lambda m, x, ids: x + torch.cat([x[:, :1], x[:, :-1]], 1),
+    "after its own last": lambda m, x, ids: x + torch.cat([x[:, -1:], x[:, :-1]], 1),
+    "padded with ones, moved": lambda m, x, ids: x + F.pad(x, (0, 0, 1, -1), value=1.0),
+}.items():
+    CASES.block(WARNED, name=_name)(_moved)
+CASES.block(name="entries moved, not rows")(lambda m, x, ids: x + F.pad(x, (1, -1)))
+CASES.block(WHATEVER, name="samples moved")(lambda m, x, ids: x + F.pad(x, (0, 0, 0, 0, 1, -1)))

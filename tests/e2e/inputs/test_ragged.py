@@ -273,6 +273,18 @@ def multiplied(x: torch.Tensor) -> torch.Tensor:
     return x + scores.transpose(0, 1).mean(-1, keepdim=True)
 
 
+def convolved(x: torch.Tensor) -> torch.Tensor:
+    """A convolution along the samples: each is given those before it, at the same token."""
+    samples = torch.nn.functional.pad(x.permute(1, 2, 0), (2, 0))
+    return x + torch.nn.functional.conv1d(samples, torch.ones(8, 8, 3, dtype=x.dtype)).permute(2, 0, 1)
+
+
+def weighed(x: torch.Tensor) -> torch.Tensor:
+    """Attention of each sample to all samples, at the same token."""
+    tokens = x.transpose(0, 1)
+    return x + ((tokens @ tokens.mT).softmax(-1) @ tokens).transpose(0, 1)
+
+
 # How samples are mixed, and whether they are independent of each other (None: not known, or not proved).
 MIXES = {
     "scaled": (lambda x: x * 2 + x.mean(-1, keepdim=True), True),
@@ -285,6 +297,8 @@ MIXES = {
     "numbered": (lambda x: x + torch.arange(x.shape[0])[:, None, None], None),
     "the other order": (reordered, None),
     "multiplied with the others": (multiplied, False),
+    "convolved with those before": (convolved, False),
+    "weighed by the others": (weighed, False),
 }
 
 

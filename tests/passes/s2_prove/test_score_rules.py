@@ -133,6 +133,12 @@ FULL: dict[str, Weights] = {
     ),
     "sinks alone": lambda s, h, o: with_sinks(s).softmax(-1)[..., :-1],
     "sum of two masks": lambda s, h, o: s.masked_fill(h, 0.0) + s.masked_fill(o, 0.0),
+    # what is hidden weighs a great deal where no softmax follows
+    "low, no softmax": lambda s, h, o: s.masked_fill(h, LOW),
+    "low, scaled, no softmax": lambda s, h, o: s.masked_fill(h, LOW) * 1e-30,
+    "added, no softmax": lambda s, h, o: s + added(h, LOW),
+    "infinite, no softmax": lambda s, h, o: s.masked_fill(h, -INF),
+    "logarithms, no exp": lambda s, h, o: s.masked_fill(h, LOW).log_softmax(-1),
 }  # fmt: skip
 
 
