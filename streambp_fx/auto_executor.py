@@ -165,7 +165,7 @@ class AutoExecutor:
         step of 16,384 tokens, 8 layers of Qwen3-8B's sizes, takes 0.84 s in chunks of 2048 rows and 0.76 s in
         chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md).
         """
-        if self.options.chunk != "auto" or all(t.device.type == "cpu" for t in _tensors(inputs)):
+        if self.options.chunk != "auto" or _on_cpu(_tensors(inputs)):
             return found.rows
         samples = self.executors[self.policies[0]].sequences(others)
         peak = functools.partial(self._peak, found.policy, tokens, others, loss_rows=found.loss_rows)
@@ -287,6 +287,10 @@ class AutoExecutor:
             programs = self.executors[self.policies[0]].programs
             self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs, self.stored)
         return self.executors[policy]
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(t.device.type == "cpu" for t in tensors)
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:

@@ -47,7 +47,9 @@ class Schedule(ScheduledStep):
         return StepListing(self.cost.step_program, self.facts)
 
     def code(self) -> str:
-        """The compiled step as one Python module that runs, forward and backward, and needs only PyTorch.
+        """The compiled step as one Python module that runs, forward and backward.
+
+        It needs only PyTorch, and this package where it calls ops of its own (recurrences, cuDNN's blocks).
 
         Each op has a line with its shape, under the line of the model that it comes from. `exec` the text and
         call `step(inputs..., parameters)`, where `parameters` is a dict by dotted name; it returns the loss

@@ -1,10 +1,11 @@
 """cuDNN's attention on blocks, as two ops: `streambp_fx::block_attention` and its backward.
 
-NOTE [which blocks cuDNN gets]: cuDNN compiles a kernel for each pair of rows and columns that it meets, about
-50 ms each (H100, cuDNN 9.19), and refuses one row on one column. The chunks of a step are alike, but for the
-last, whose rows change with the length of every batch. So a block whose rows or columns are no multiple of
-`MULTIPLE` goes to PyTorch's flash attention; which it is, is known when the op runs, not when it is traced.
-Full chunks of all lengths together have as many pairs as the longest sequence has chunks.
+NOTE [which blocks cuDNN gets]: those whose rows and columns are multiples of `MULTIPLE`; the others go to
+PyTorch's flash attention. Which it is, is known when the op runs, not when it is traced. For other sizes
+cuDNN 9.19 is wrong on an H100: in the backward of a block that is not causal, a last tile of up to 64 rows or
+columns gives NaN for the query where log-sum-exps are low (about -90), with no mask as well as with one
+(pytorch/pytorch#196678; docs/gpu.md), and one row on one column is refused. And it compiles a kernel for each
+pair of rows and columns, about 50 ms each: see NOTE [rows in tiles] in `runtime.segments.owned_buffers`.
 """
 
 from __future__ import annotations
@@ -69,16 +70,14 @@ def _backward(
     lse, lengths = logsumexp.contiguous(), (query.shape[2], key.shape[2])
     if for_cudnn(query, key):
         state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, so not read
-        operands = (grad_out, query, key, value, out, lse.unsqueeze(-1), state, state, None, None, None)
-        made = aten._scaled_dot_product_cudnn_attention_backward(
-            *operands, *lengths, 0.0, is_causal, scale=scale
-        )
+        given = (grad_out, query, key, value, out, lse.unsqueeze(-1), state, state, None, None, None)
+        op = aten._scaled_dot_product_cudnn_attention_backward
+        made = op(*given, *lengths, 0.0, is_causal, scale=scale)
     else:
         state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # likewise
         operands = (grad_out, query, key, value, out, lse, None, None)
-        made = aten._scaled_dot_product_flash_attention_backward(
-            *operands, *lengths, 0.0, is_causal, state, state, scale=scale
-        )
+        op = aten._scaled_dot_product_flash_attention_backward
+        made = op(*operands, *lengths, 0.0, is_causal, state, state, scale=scale)
     grad_query, grad_key, grad_value = (
         _laid_out_as(like, gradient) for like, gradient in zip((query, key, value), made, strict=True)
     )

@@ -34,6 +34,7 @@ from ..passes.graph.kernel_settings import plain_attention
 from ..passes.graph.purity import is_random
 from ..passes.rules.asking import STRICT
 from ..passes.s2_prove.independent_samples import batch_size
+from ..passes.s4_trace.cudnn_blocks import BLOCK_ATTENTION
 from ..runtime.executor import Executor
 from ..runtime.segments.own_rows import alone
 from ..runtime.step_kinds import StepKind
@@ -375,6 +376,12 @@ class _Check:
         share = difference.gap / difference.scale if difference.scale else math.inf
         return f"{difference.what} differs by {share:.1e} of its norm"
 
+    def _ops_that_run(self) -> Iterator[set[Any]]:
+        """The ops of each program that is traced by now."""
+        for runner in self.executor.runners:
+            for traces in () if runner is None else runner.programs.traces.values():
+                yield from ({n.target for n in t.module.graph.nodes} for t in traces)
+
     def _left_out(self, sizes: ShortSizes, kind: StepKind | None, drawn: Drawn) -> Iterator[str]:
         if kind is None or not kind.covers(self.kind):
             yield f"steps with {self.kind}, in part: {OF_KINDS}"
@@ -384,6 +391,8 @@ class _Check:
             yield f"windows of {', '.join(map(str, longer))} rows, longer than the short sequence"
         if self.executor.parts.lazy and LAZY in self.parts and (kind is None or kind.behind):
             yield LAZY_LEFT_OUT
+        if any(BLOCK_ATTENTION in ops for ops in self._ops_that_run()):
+            yield "cuDNN's attention, which takes blocks that are larger than those of a short step"
         if drawn.ok is None:
             yield f"what dropout draws: {drawn.reason}"
         yield "what only shows at other sizes"

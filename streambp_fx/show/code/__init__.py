@@ -49,7 +49,7 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
     sections += _section("The step", [called.tail.text, *_table(step), driver])
     body = "\n\n\n".join(sections)
     used = [text.strip() for name, text in HELPERS.items() if re.search(rf"\b{name}\(", body)]
-    head = _head(context, options, seq_len, step)
+    head = _head(context, options, seq_len, step, OWN in body)
     return "\n\n\n".join([head, *_section("Helpers", used), body]) + "\n"
 
 
@@ -76,11 +76,13 @@ def _table(step: StepCode) -> list[str]:
     return ["\n".join([title, *step.tables])]
 
 
+#: Where the text calls an op of this package.
+OWN = "torch.ops.streambp_fx."
 HEAD = """\
 A training step, streamed along the sequence: forward and backward, with exact gradients.
 
 Printed by streambp-fx for {tokens} tokens{why}.
-It runs, and needs nothing but PyTorch:
+It runs, and needs {needs}:
 
     {result}, gradients = step({call})
 
@@ -94,15 +96,18 @@ writes gradients over buffers that nobody reads any more; this text does not.{po
 """
 
 
-def _head(context: Context, options: Options, seq_len: int | None, step: StepCode) -> str:
+def _head(context: Context, options: Options, seq_len: int | None, step: StepCode, own: bool) -> str:
     why = "" if seq_len is not None else " (the length that it was captured with)"
     result = "outputs" if step.loss is None else "loss"
-    given = {"tokens": context.tokens, "why": why, "result": result, "call": ", ".join(step.parameters())}
+    call = ", ".join(step.parameters())
+    needs = "PyTorch, and this package for the ops of its own" if own else "nothing but PyTorch"
+    given = {"tokens": context.tokens, "why": why, "result": result, "call": call, "needs": needs}
     text = HEAD.format(**given, policy=_left_out(options))
     return "\n".join([
         f'"""{text}"""',
         "",
         "import torch",
+        *(["import streambp_fx  # makes its ops known: torch.ops.streambp_fx"] if own else []),
         "",
         "aten = torch.ops.aten",
         f"CHUNK, LOSS_CHUNK = {context.rows}, {context.loss_rows}  # rows of a chunk: in a layer, in a head",

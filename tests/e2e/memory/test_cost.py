@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from streambp_fx.cost.held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS
 from streambp_fx.cost.step import StepCost
 from streambp_fx.options import CHUNK_SIZES, chunk_sizes
 from streambp_fx.passes.s3_cut.segment import samples as samples_of
+from streambp_fx.runtime.segments.owned_buffers import TILE, split_rows
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 
 # Wide enough that activations, and not the few bytes of bookkeeping tensors, are what is measured.
@@ -244,3 +246,35 @@ def test_choice_of_rows(free: Any, rows: int) -> None:
 
     assert choose_rows(lambda rows: rows // 5, free, 10**6) == rows
     assert choose_rows(lambda rows: 10**9, 1, 512) == 2048, "one chunk: nothing to choose"
+
+
+@pytest.mark.parametrize("chunk", [100, 128, 333, 512, 2048])
+def test_rows_of_chunks(chunk: int) -> None:
+    """As even as tiles allow, none with a single row."""
+    for total in (*range(1, 700), 2049, 3000, 10001, 16384):
+        found = split_rows(total, chunk)
+        starts, lengths = zip(*found, strict=True)
+        assert list(starts) == list(itertools.accumulate(lengths[:-1], initial=0)) and sum(lengths) == total
+        assert len(lengths) == -(-total // chunk) and max(lengths) <= chunk
+        assert min(lengths) > 1 or total == 1
+        tiled = chunk % TILE == 0 and all(n % TILE == 0 for n in lengths[:-1])
+        even = max(lengths) - min(lengths) <= 1
+        assert even or (tiled and max(lengths) < total / len(lengths) + TILE)
+    assert [n for _, n in split_rows(3000, 2048)] == [1536, 1464]
+
+
+def test_longer_chunks_where_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, here said to be one: more rows than usual, if the peak is that of the loss head anyway."""
+    monkeypatch.setattr("streambp_fx.auto_executor._on_cpu", lambda tensors: False)
+    found = {}
+    for words in (97, 60_000):
+        model = build("llama", dtype=torch.float32, vocab_size=words, max_position_embeddings=6000)
+        streambp_fx.transform(model, check="never")
+        batch = plain(1, 6000)
+        model(**batch).loss.backward()
+        schedule = streambp_fx.schedule(model)
+        assert schedule is not None
+        chunk = schedule.options.chunk
+        peaks = {n: schedule.cost.peak(schedule.cost.sizes(6000, n)).total for n in (2048, chunk)}
+        found[words] = chunk, peaks[chunk] <= peaks[2048]
+    assert found == {97: (2048, True), 60_000: (8192, True)}

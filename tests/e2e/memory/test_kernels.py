@@ -191,6 +191,9 @@ def test_exact(name: str, save: str, monkeypatch: pytest.MonkeyPatch) -> None:
     factory = functools.partial(build, "llama", dtype=FULL)
     _, streamed = check_exact(factory, BATCHES, save=save)
     assert_all_chunked(streamed)
+    schedule = streambp_fx.schedule(streamed)
+    assert schedule is not None and schedule.check is not None and schedule.check.ok
+    assert any("cuDNN" in text for text in schedule.check.left_out) == name.startswith("cudnn")
 
 
 @pytest.mark.slow
@@ -249,7 +252,9 @@ def test_printed_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = streambp_fx.schedule(model)
     assert schedule is not None
     namespace: dict[str, Any] = {}
-    exec(compile(schedule.code(), "printed.py", "exec"), namespace)
+    code = schedule.code()
+    assert ("import streambp_fx" in code) == (name == "cudnn")
+    exec(compile(code, "printed.py", "exec"), namespace)
     weights = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     got, found = namespace["step"](**batch, parameters=weights, buffers=buffers)

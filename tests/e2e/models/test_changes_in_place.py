@@ -185,6 +185,13 @@ def counter(m: Model, x: Tensor) -> Tensor:
     return x * (1 + m.average) * m.steps
 
 
+def read_before(m: Model, x: Tensor) -> Tensor:
+    """What the backward computes again reads the buffer as it was."""
+    x = x + (m.second(x) + m.average).tanh()
+    m.average.mul_(0.9).add_(0.1)
+    return x
+
+
 def average(m: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
         m.average.mul_(0.9).add_(m.first(x).mean((0, 1)), alpha=0.1)
@@ -220,6 +227,7 @@ STREAMED: dict[str, Middle] = {
     "checkpointed": checkpointed,
     "around a custom function": around_a_function,
     "a counter": counter,
+    "read before it is written": read_before,
     "first read without gradients": first_read_without_gradients,
     "spectral norm": lambda m, x: x + m.spectral(x),
 }
@@ -257,6 +265,7 @@ OFTEN = {
     "elements",
     "under another mode",
     "a counter",
+    "read before it is written",
     "first read without gradients",
 }
 OFTEN_WHOLE = {"a base: movedim", "batch norm"}
