@@ -10,10 +10,8 @@ pair of rows and columns, about 50 ms each: see NOTE [rows in tiles] in `runtime
 
 from __future__ import annotations
 
-import sympy
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from ..cost.program import attention_backward_flops, attention_flops, flops
 
@@ -110,11 +108,5 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"streambp_fx::{_name}", _fake)
 
 
-@flops(torch.ops.streambp_fx.block_attention)
-def _flops(node: Node) -> sympy.Expr:
-    return attention_flops(node)
-
-
-@flops(torch.ops.streambp_fx.block_attention_backward)
-def _flops_backward(node: Node) -> sympy.Expr:
-    return attention_backward_flops(node)
+flops(torch.ops.streambp_fx.block_attention)(attention_flops)
+flops(torch.ops.streambp_fx.block_attention_backward)(attention_backward_flops)

@@ -17,7 +17,7 @@ from e2e_check import (
     transform,
 )
 from e2e_kernels import KERNELS, cuda_ops  # noqa: F401
-from e2e_models import CHUNK, build, padded, plain, sample
+from e2e_models import build, padded, plain, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -290,12 +290,14 @@ def test_blocks_that_cudnn_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None
         return found
 
     monkeypatch.setattr(attention_kernels, "KERNELS", KERNELS["cudnn"])
-    monkeypatch.setattr(cudnn_blocks, "MULTIPLE", CHUNK)
+    rows = 13  # 65 rows in chunks of at most 16, as even as can be; 67 have chunks of 13 and of 14
+    monkeypatch.setattr(cudnn_blocks, "MULTIPLE", rows)
     monkeypatch.setattr(cudnn_blocks, "for_cudnn", for_cudnn)
-    check_exact(functools.partial(build, "llama", dtype=FULL), {"T=67": plain(2, 67), "T=53": plain(1, 53)})
-    stacked = CHUNK * 2  # rows of the two heads of a group
-    assert calls[True] == {(CHUNK, CHUNK), *((stacked, CHUNK * k) for k in range(1, 67 // CHUNK))}
-    assert {(1, 1), (2, 52), (2, 2), (4, 65)} <= calls[False]
+    check_exact(functools.partial(build, "llama", dtype=FULL), {"T=65": plain(2, 65), "T=67": plain(1, 67)})
+    stacked = 2 * rows  # of the two heads of a group
+    assert calls[True] >= {(rows, rows), *((stacked, rows * k) for k in range(1, 5))}
+    assert all(n % rows == 0 for pair in calls[True] for n in pair)
+    assert {(14, 14), (28, 14)} <= calls[False]
 
 
 def test_cudnn_where_pytorch_prefers_it(monkeypatch: pytest.MonkeyPatch) -> None:
