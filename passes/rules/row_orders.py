@@ -108,17 +108,39 @@ def _is_integer(node: Any) -> bool:
 
 
 def _is_below(node: Node, bound: int) -> bool:
-    """True if whole numbers are proved to be in [0, bound): as indices into a dim of at most that size."""
+    """True if whole numbers are proved to be in [0, bound)."""
+    found = _end(node)
+    return found is not None and found <= bound
+
+
+def _end(node: Any) -> int | None:
+    """A number above all of these whole numbers, none of which is below 0; None if nothing is proved.
+
+    Indices into a dim are below its size; some of them may be replaced by a number, the largest among them.
+    """
     while node.target in VIEWS or _is_exact_cast(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
+    if node.target is aten.masked_fill.Scalar:
+        return _end_of_filled(arguments(node))
     second = node.target is operator.getitem and node.args[1] == 1
     source: Any = node.args[0] if second else node
     if source.target not in (SELECTIONS if second else INDICES):
-        return False
+        return None
     call = arguments(source)
     shape, dim = shape_of(call["self"]), call["dim"]
     size = sympy.Mul(*shape) if dim is None or not shape else shape[dim]
-    return bool(size.is_Integer and size <= bound)
+    return int(size) if size.is_Integer else None
+
+
+def _end_of_filled(call: dict[str, Any]) -> int | None:
+    source, mask, number = call["self"], call["mask"], call["value"]
+    end = _end(source)
+    if end is None or not isinstance(number, int) or number < 0:
+        return None
+    if mask.target in (aten.eq.Scalar, aten.ge.Scalar) and mask.args[0] is source:
+        largest = mask.args[1] == end - 1 and isinstance(mask.args[1], int)
+        end -= largest
+    return max(end, number + 1)
 
 
 # ---- ops that are given something about an order

@@ -42,13 +42,47 @@ def padded_before(graph: Graph, node: Node) -> Node | None:
     padded: Any = own["input"]
     if _reach(own) == 0 and list(own["padding"]) == [0]:
         return _causal(graph, node, padded, own)
-    if padded.target not in (aten.pad.default, aten.constant_pad_nd.default) or list(own["padding"]) != [0]:
+    if list(own["padding"]) != [0] or _reach(own) is None:
+        return None
+    if padded.target is aten.conv1d.default:
+        return _after_another(graph, node, own, arguments(padded))
+    source = _before(padded, _reach(own))
+    return None if source is None else _causal(graph, node, source, own)
+
+
+def _before(padded: Any, rows: int | None) -> Node | None:
+    """What has so many rows of zeros before it in a value; None if that is not what it is."""
+    if padded.target not in (aten.pad.default, aten.constant_pad_nd.default) or rows is None:
         return None
     pad = arguments(padded)
     zeros = pad.get("mode", "constant") == "constant" and not pad["value"]
-    if not zeros or list(pad["pad"]) != [_reach(own), 0]:
+    return pad["self"] if zeros and list(pad["pad"]) == [rows, 0] else None
+
+
+def _after_another(graph: Graph, node: Node, own: dict[str, Any], first: dict[str, Any]) -> Node | None:
+    """`conv1d(conv1d(pad(x, (k + l - 2, 0)), v, a), w, b)`: padded once for both.
+
+    What the first makes of zeros is its bias a, which the second reads in place of rows before the first one.
+    So it reads rows without a, and has what w makes of a in its own bias.
+    """
+    reach = _reach(first)
+    if reach is None or list(first["padding"]) != [0]:
         return None
-    return _causal(graph, node, pad["self"], own)
+    source = _before(first["input"], reach + _reach(own))  # type: ignore[operator]
+    if source is None:
+        return None
+    rows = _causal(graph, node, source, {**first, "bias": None})
+    if first["bias"] is None:
+        return _causal(graph, node, rows, own)
+    made, each, _ = (int(n) for n in shape_of(own["weight"]))
+    taps = insert(graph, node, aten.sum.dim_IntList, own["weight"], [2])
+    taps = insert(graph, node, aten.view.default, taps, [own["groups"], made // own["groups"], each])
+    bias = insert(graph, node, aten.view.default, first["bias"], [own["groups"], 1, each])
+    bias = insert(graph, node, aten.sum.dim_IntList, insert(graph, node, aten.mul.Tensor, taps, bias), [2])
+    bias = insert(graph, node, aten.view.default, bias, [made])
+    if own["bias"] is not None:
+        bias = insert(graph, node, aten.add.Tensor, own["bias"], bias)
+    return _causal(graph, node, rows, {**own, "bias": bias})
 
 
 def _reach(call: dict[str, Any]) -> int | None:

@@ -83,6 +83,27 @@ def along_the_width(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + F.conv1d(rows, kernel, padding=2)[..., :WIDTH].mean(1).view_as(x)
 
 
+@CASES.block(parts=parts)
+def padded_once_for_two(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The second reads what the first has made of zeros."""
+    first = F.conv1d(F.pad(along(x), (5, 0)), m.conv.weight, m.conv.bias, groups=WIDTH)
+    return x + along(F.conv1d(first, m.full.weight, m.same.bias)).tanh()
+
+
+@CASES.block(parts=parts)
+def padded_once_for_two_in_groups(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    first = F.conv1d(F.pad(along(x), (4, 0)), m.full.weight, m.same.bias)
+    second = F.conv1d(first, m.far.weight[..., :2], groups=3, dilation=2)
+    without = F.conv1d(F.conv1d(F.pad(along(x), (4, 0)), m.full.weight), m.same.weight, m.same.bias)
+    return x + along(second + without).tanh()
+
+
+@CASES.block(WARNED, parts)
+def padded_too_much_for_two(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    first = F.conv1d(F.pad(along(x), (6, 0)), m.conv.weight, m.conv.bias, groups=WIDTH)
+    return x + along(F.conv1d(first, m.full.weight)[..., :-1])
+
+
 @CASES.block(WARNED, parts)
 def that_reads_a_later_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + along(m.same(along(x)))
