@@ -22,6 +22,7 @@ from .options import AUTO_CHUNK, CHUNK_SIZES, LONGER_CHUNKS, Options, chunk_size
 from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
 from .passes.s6_schedule.step_parts import StepParts
+from .passes.step.saving import Saving
 from .runtime.executor import Executor, tokens_of
 from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
@@ -165,7 +166,8 @@ class AutoExecutor:
         step of 16,384 tokens, 8 layers of Qwen3-8B's sizes, takes 0.84 s in chunks of 2048 rows and 0.76 s in
         chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md).
         """
-        if self.options.chunk != "auto" or _on_cpu(_tensors(inputs)):
+        chosen_for_rows = isinstance(found.policy.save, Saving)  # what is saved of which chunk
+        if self.options.chunk != "auto" or chosen_for_rows or _on_cpu(_tensors(inputs)):
             return found.rows
         samples = self.executors[self.policies[0]].sequences(others)
         peak = functools.partial(self._peak, found.policy, tokens, others, loss_rows=found.loss_rows)

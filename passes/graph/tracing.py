@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Tracer
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from ...versions.differences import symbolic_sizes
-from .kernel_settings import kernels_of_the_user
+from .kernel_settings import kernels_as_they_are
 
 
 def trace(function: Callable[..., Any], *inputs: Any, pre_dispatch: bool = False) -> GraphModule:
@@ -33,7 +33,7 @@ def trace(function: Callable[..., Any], *inputs: Any, pre_dispatch: bool = False
         pre_dispatch: record ops above autograd, where `linear` is one op.
     """
     quiet = torch.autograd.set_detect_anomaly(False)
-    with compile_lock, _unseen_by_other_threads(), quiet, symbolic_sizes(), kernels_of_the_user():
+    with compile_lock, _unseen_by_other_threads(), quiet, symbolic_sizes(), kernels_as_they_are():
         return make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")(*inputs)
 
 

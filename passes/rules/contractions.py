@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D
+from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
 from ..graph.facts import (
     COLUMN_AXIS,
     ROW_AXIS,
@@ -133,11 +133,12 @@ def causal_convolution(ctx: RuleContext, node: Node) -> Layout:
         if isinstance(operand, Node) and ctx.facts.carries(operand):
             raise NotSeparable("the weight of a convolution carries the sequence")
     if layout[2] is None:  # rows are samples, or nothing is along the convolution
-        forbid(layout, [1], "a convolution over channels that hold")
+        if weight is not None:
+            forbid(layout, [1], "a convolution over channels that hold")
         return layout
     if layout != (None, None, Axis()) or ctx.facts.kind(call["input"]) is not Kind.STREAM:
         raise NotSeparable("a convolution along a dim that holds more than the sequence")
-    width = (shape_of(weight)[2] - 1) * call["dilation"] + 1
+    width = rows_before(node) + 1
     ctx.mixes(Mixing(node, columns=(call["input"],), reach=Reach.WINDOW, window=int(width)))
     return layout
 

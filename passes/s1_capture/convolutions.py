@@ -1,9 +1,7 @@
 """Convolutions along the sequence in normal form: padded on both sides and cut, they read backwards.
 
-NOTE [rows that are moved]: a value whose rows come one later or more (`cat([first, x[:, :-1]], 1)`,
-`pad(x, (0, 0, 1, -1))`; token shift) is a convolution with weights of 1 and 0, so that one op is all that
-reads rows before its own. A row that is infinite then makes NaN of those that read it with weight 0, where
-the model would have left it out: a model that has such rows has no finite loss, but for the last row.
+Rows that come later, by one or more (`cat([first, x[:, :-1]], 1)`, `pad(x, (0, 0, 1, -1))`; token shift), are
+a convolution without a weight: so one op is all that reads rows before its own.
 """
 
 from __future__ import annotations
@@ -156,11 +154,6 @@ def _has_rows(node: Node) -> bool:
 
 def _moved(graph: Graph, node: Node, source: Node, by: int) -> Node:
     """The rows of (samples, rows, width), each so many rows later; the first are zeros."""
-    width, value = int(shape_of(source)[2]), source.meta["val"]
-    kind = {"dtype": value.dtype, "device": value.device}
-    one = insert(graph, node, aten.full.default, [width, 1, 1], 1.0, **kind)
-    none = insert(graph, node, aten.full.default, [width, 1, by], 0.0, **kind)
-    weight = insert(graph, node, aten.cat.default, [one, none], 2)
     columns = insert(graph, node, aten.transpose.int, source, 1, 2)
-    found = insert(graph, node, CAUSAL_CONV1D, columns, weight, None, 1, width)
+    found = insert(graph, node, CAUSAL_CONV1D, columns, None, None, by, 1)
     return insert(graph, node, aten.transpose.int, found, 1, 2)

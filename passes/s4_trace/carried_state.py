@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D
+from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
 from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, sum_dtype, tensors_of
-from ..graph.op_arguments import arguments, sdpa_arguments
+from ..graph.op_arguments import sdpa_arguments
 from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
 from ..s1_capture.normalize import grouped_source
@@ -110,12 +110,6 @@ def _behind(node: Node) -> Iterator[Node]:
     while node.target in VIEW_ONLY and isinstance(node.args[0], Node):
         node = node.args[0]
         yield node
-
-
-def rows_before(node: Node) -> int:
-    """How many rows before its own a row of a causal convolution reads."""
-    call = arguments(node)
-    return int((shape_of(call["weight"])[2] - 1) * call["dilation"])
 
 
 def _simple_axis(facts: Facts, node: Node) -> int | None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D
+from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
 from ..graph.facts import Axis, Mask, Role, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.recurrence import RECURRENCE
 from ..rules.op_sets import EXPANDS, RESHAPES
 from ..rules.pointwise import LIKE_ANOTHER
 from .attention_kernels import AttentionBlock, CpuFlash, additive, choose
-from .carried_state import Size, grouped_columns, rows_before
+from .carried_state import Size, grouped_columns
 from .evaluation import Evaluation, emit
 from .prefix_attention import PrefixAttention, attend, attend_plainly, causal_block
 
@@ -193,14 +193,15 @@ def causal_convolution(run: Evaluation, node: Node, role: Role) -> Tensor:
         return run.call(node, role, None)
     call = arguments(node)
     columns = run.operand(call["input"], Role.COLUMN)
-    weight, bias = run.operand(call["weight"], role), call["bias"]
-    bias = run.operand(bias, role) if bias is not None else None
+    weight, bias = (run.operand(n, role) if n is not None else None for n in (call["weight"], call["bias"]))
     before, state = rows_before(node), run.program.states.get(call["input"])
     there = run.ranges.prefix if state is None else state.columns_before(run.ranges)
     last = there if there < before else before
     read = columns.narrow(-1, there - last, last + run.ranges.rows)
     if last is not before:
         read = torch.cat([read.new_zeros((*read.shape[:2], before - last)), read], -1)
+    if weight is None:
+        return read.narrow(-1, 0, run.ranges.rows)
     return torch.nn.functional.conv1d(read, weight, bias, 1, 0, call["dilation"], call["groups"])
 
 

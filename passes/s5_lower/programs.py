@@ -230,7 +230,7 @@ class SegmentPrograms:
 def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:
     """Size symbols of a segment other than the sequence length."""
     nodes = (*segment.nodes, *segment.rows, *segment.constants, *segment.whole)
-    sizes = [size for n in nodes for value in tensors_of(n) for size in value.shape]
+    sizes = [size for n in nodes for value in tensors_of(n) for size in (*value.shape, *value.stride())]
     pending = [o for n in segment.nodes for o in operands(n) if facts.kinds[o] is Kind.SIZE]
     made_of: set[Node] = set()
     while pending:  # what is computed with sizes is computed again, see `evaluate_size`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -147,6 +148,10 @@ def one_later(x: Tensor, first: Tensor | None = None) -> Tensor:
     return torch.cat([first, x[:, :-1]], 1)
 
 
+def _some(ids: Tensor) -> Tensor:
+    return (ids % 5 == 0)[..., None]
+
+
 CASES.blocks(
     {
         "after zeros": lambda m, x, ids: x + m.lin(one_later(x)),
@@ -157,6 +162,15 @@ CASES.blocks(
         "twice": lambda m, x, ids: x + one_later(one_later(x)) * m.scale,
         "by padding": lambda m, x, ids: x + F.pad(m.lin(x), (0, 0, 1, -1)),
         "by three": lambda m, x, ids: x + F.pad(x, (0, 0, 3, -3)).sigmoid(),
+        "infinite in some rows": lambda m, x, ids: (
+            x + F.pad(x.masked_fill(_some(ids), -math.inf), (0, 0, 1, -1)).clamp(min=-3)
+        ),
+        "not a number in some rows": lambda m, x, ids: (
+            x + one_later(x.masked_fill(_some(ids), math.nan)).nan_to_num(0.1)
+        ),
+        "some entries infinite": lambda m, x, ids: (
+            x + F.pad(x.masked_fill(torch.arange(WIDTH) % 4 == 1, -math.inf), (0, 0, 2, -2)).softmax(-1)
+        ),
         "mixed with its own": lambda m, x, ids: x + m.lin(x * 0.3 + nn.ZeroPad2d((0, 0, 1, -1))(x) * 0.7),
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import re
 import sys
 import warnings
@@ -22,6 +23,7 @@ from streambp_fx import StreamBPWarning
 from streambp_fx.checking.gradient_sketch import sketch
 from streambp_fx.checking.result import SelfCheck
 from streambp_fx.passes import rules
+from streambp_fx.passes.graph import kernel_settings
 from streambp_fx.passes.graph.facts import Reach
 from streambp_fx.passes.s4_trace import evaluation
 from streambp_fx.runtime import lazy_tensors, padding
@@ -651,3 +653,19 @@ def test_sketches() -> None:
     assert sketch(rows, 1).sparse and sketch(rows, 1).distance(sketch(rows.to_dense(), 1)) < 1e-3
     nothing = torch.full_like(a, float("nan"))
     assert sketch(a, 1).distance(sketch(nothing, 1)) == float("inf")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_as_on_a_gpu(side: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the streamed step is compared with has attention by products, in layouts that views rely on."""
+    for name in ("checking.self_check", "probing.probe"):
+        module = importlib.import_module(f"streambp_fx.{name}")
+        monkeypatch.setattr(module, "plain_attention", lambda inputs: kernel_settings._PlainAttention())
+    model = streambp_fx.transform(build("llama", dtype=torch.float32), **OPTIONS)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**padded(67, side, (29, 0))).loss
+    loss.backward()
+    found = streambp_fx.schedule(model)
+    assert found is not None and found.check is not None and found.check.status == "agrees", found.check
+    assert all(s.chunked for s in found.segments)
