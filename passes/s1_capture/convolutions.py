@@ -17,6 +17,7 @@ from ..graph.op_arguments import arguments
 from .normalize import insert, is_beginning, rewrite
 
 aten = torch.ops.aten
+PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 @rewrite(aten.slice.Tensor)
@@ -38,23 +39,27 @@ def padded_before(graph: Graph, node: Node) -> Node | None:
     """`conv1d(pad(x, (k - 1, 0)), w)` reads rows up to its own, and nothing else where k is 1."""
     own = arguments(node)
     padded: Any = own["input"]
-    if _reach(own) == 0 and list(own["padding"]) == [0]:
-        return _causal(graph, node, padded, own)
-    if list(own["padding"]) != [0] or _reach(own) is None:
+    reach = _reach(own)
+    if list(own["padding"]) != [0] or reach is None:
         return None
+    if reach == 0:
+        return _causal(graph, node, padded, own)
     if padded.target is aten.conv1d.default:
         return _after_another(graph, node, own, arguments(padded))
-    source = _before(padded, _reach(own))
+    source = _before(padded, reach)
     return None if source is None else _causal(graph, node, source, own)
 
 
-def _before(padded: Any, rows: int | None) -> Node | None:
+def _before(padded: Any, rows: int) -> Node | None:
     """What has so many rows of zeros before it in a value; None if that is not what it is."""
-    if padded.target not in (aten.pad.default, aten.constant_pad_nd.default) or rows is None:
+    if padded.target not in PADS:
         return None
     pad = arguments(padded)
-    zeros = pad.get("mode", "constant") == "constant" and not pad["value"]
-    return pad["self"] if zeros and list(pad["pad"]) == [rows, 0] else None
+    return pad["self"] if _is_of_zeros(pad) and list(pad["pad"]) == [rows, 0] else None
+
+
+def _is_of_zeros(pad: dict[str, Any]) -> bool:
+    return pad.get("mode", "constant") == "constant" and not pad["value"]
 
 
 def _after_another(graph: Graph, node: Node, own: dict[str, Any], first: dict[str, Any]) -> Node | None:
@@ -130,13 +135,12 @@ def later_by_a_row(graph: Graph, node: Node) -> Node | None:
     return insert(graph, node, aten.where.self, is_first, first, moved)
 
 
-@rewrite(aten.pad.default, aten.constant_pad_nd.default)
+@rewrite(*PADS)
 def later_by_padding(graph: Graph, node: Node) -> Node | None:
     """`pad(x, (0, 0, k, -k))`: the rows of x, each k rows later, after k rows of zeros."""
     call = arguments(node)
     pad, source = list(call["pad"]), call["self"]
-    zeros = call.get("mode", "constant") == "constant" and not call["value"]
-    if not zeros or not _has_rows(node) or shape_of(source) != shape_of(node):
+    if not _is_of_zeros(call) or not _has_rows(node) or shape_of(source) != shape_of(node):
         return None
     if len(pad) not in (4, 6) or any(isinstance(n, Node) for n in pad) or any(pad[:2] + pad[4:]):
         return None

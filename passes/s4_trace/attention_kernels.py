@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cudnn_blocks import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD
+from .cudnn_blocks import BLOCK_ATTENTION, BLOCK_ATTENTION_BACKWARD, flash, flash_backward
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -155,9 +155,6 @@ class CudaFlash(Kernel):
     values for each query head, as long as the block.
     """
 
-    op = aten._scaled_dot_product_flash_attention.default
-    op_backward = aten._scaled_dot_product_flash_attention_backward.default
-
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """On CUDA without a mask, in half precision with heads up to 256, where flash attention runs."""
         if mask is not None or not _on_cuda(query, key, value):
@@ -166,17 +163,12 @@ class CudaFlash(Kernel):
 
     def forward(self, block: AttentionBlock) -> Result:
         """Output and log-sum-exp, as in `Kernel`."""
-        operands = (block.query, block.key, block.value)
-        out, lse, *_ = self.op(*operands, 0.0, block.causal, False, scale=block.scale)
-        return out, lse
+        return flash(block.query, block.key, block.value, block.causal, block.scale)
 
     def backward(self, gradient: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor) -> Gradients:
-        """The kernel reads the log-sum-exp as contiguous; offsets are for sequences of several lengths."""
-        query, key, offsets = block.query, block.key, None
-        operands = (gradient, query, key, block.value, out, lse.contiguous(), offsets, offsets)
-        lengths = (query.shape[2], key.shape[2])
-        state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # of dropout, so not read
-        return self.op_backward(*operands, *lengths, 0.0, block.causal, state, state, scale=block.scale)
+        """Gradients of query, key and value, as in `Kernel`."""
+        operands = (gradient, block.query, block.key, block.value, out, lse)
+        return flash_backward(*operands, block.causal, block.scale)
 
 
 class CudaCudnn(Kernel):

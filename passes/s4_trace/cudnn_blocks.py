@@ -42,6 +42,46 @@ def for_cudnn(query: Tensor, key: Tensor) -> bool:
     return query.shape[2] % MULTIPLE == 0 and key.shape[2] % MULTIPLE == 0
 
 
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's flash attention on CUDA: output (B, H, c, D) and log-sum-exp (B, H, c), float32.
+
+    Args:
+        query: (B, H, c, D), in half precision.
+        key, value: (B, H or fewer, n, D), likewise.
+    """
+    op = aten._scaled_dot_product_flash_attention.default
+    out, lse, *_ = op(query, key, value, 0.0, is_causal, False, scale=scale)
+    return out, lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each in the shape and dtype of its operand.
+
+    The kernel reads the log-sum-exp as contiguous; offsets are for sequences of several lengths.
+
+    Args:
+        grad_out, out: (B, H, c, D), in half precision.
+        query, key, value: as of `flash`.
+        logsumexp: (B, H, c), float32.
+    """
+    operands = (grad_out, query, key, value, out, logsumexp.contiguous(), None, None)
+    lengths = (query.shape[2], key.shape[2])
+    state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # of dropout, so not read
+    op = aten._scaled_dot_product_flash_attention_backward.default
+    return op(*operands, *lengths, 0.0, is_causal, state, state, scale=scale)
+
+
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -50,8 +90,7 @@ def _forward(
         out, lse, *_ = op(query, key, value, None, True, 0.0, is_causal, False, scale=scale)
         lse = lse.squeeze(-1)
     else:
-        op = aten._scaled_dot_product_flash_attention
-        out, lse, *_ = op(query, key, value, 0.0, is_causal, False, scale=scale)
+        out, lse = flash(query, key, value, is_causal, scale)
     return _laid_out_as(query, out), lse.contiguous()
 
 
@@ -65,17 +104,14 @@ def _backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse, lengths = logsumexp.contiguous(), (query.shape[2], key.shape[2])
     if for_cudnn(query, key):
+        lse, lengths = logsumexp.contiguous(), (query.shape[2], key.shape[2])
         state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, so not read
         given = (grad_out, query, key, value, out, lse.unsqueeze(-1), state, state, None, None, None)
         op = aten._scaled_dot_product_cudnn_attention_backward
         made = op(*given, *lengths, 0.0, is_causal, scale=scale)
     else:
-        state = torch.empty((2,), dtype=torch.uint64, device=query.device)  # likewise
-        operands = (grad_out, query, key, value, out, lse, None, None)
-        op = aten._scaled_dot_product_flash_attention_backward
-        made = op(*operands, *lengths, 0.0, is_causal, state, state, scale=scale)
+        made = flash_backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
     grad_query, grad_key, grad_value = (
         _laid_out_as(like, gradient) for like, gradient in zip((query, key, value), made, strict=True)
     )

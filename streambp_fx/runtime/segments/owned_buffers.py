@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...passes.graph.facts import Facts
+from ...passes.s4_trace.cudnn_blocks import MULTIPLE
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -29,7 +30,7 @@ def as_it_is(tensor: Tensor) -> Tensor:
 changing_memory: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 #: Rows of a tile of GPU kernels, see NOTE [rows in tiles].
-TILE = 128
+TILE = MULTIPLE
 
 
 def attribute(facts: Facts, node: Node) -> Any:
