@@ -59,7 +59,10 @@ MODULES = {
     "passes/s1_capture/sequence_length.py": ["tests/e2e/inputs/test_inputs.py"],
     "passes/s1_capture/masked_rows.py": ["tests/e2e/models/test_context.py"],
     "passes/s3_cut/context_cuts.py": ["tests/e2e/models/test_context.py"],
-    "passes/s2_prove/inner_outputs.py": ["tests/e2e/guards/test_hooks.py"],
+    "passes/s2_prove/inner_outputs.py": [
+        "tests/e2e/guards/test_inner_values.py",
+        "tests/e2e/guards/test_hooks.py",
+    ],
     "streambp_fx/runtime/written_inputs.py": ["tests/e2e/models/test_changes_in_place.py"],
 }
 # Of modules of which the hand-picked mutants alone are tried.

@@ -91,6 +91,8 @@ CAUSAL: dict[str, Weights] = {
 # What gives hidden elements weight, or may: no claim, and every row reads all rows.
 FULL: dict[str, Weights] = {
     "softmax twice": lambda s, h, o: s.masked_fill(h, -INF).softmax(-1).softmax(-1),
+    "mask of columns and rows": lambda s, h, o: s.mT.masked_fill(h, -INF).softmax(-2).mT,
+    "mask of columns and rows, added": lambda s, h, o: (s.mT + added(h, LOW)).softmax(-2).mT,
     "softmax alone": lambda s, h, o: s.softmax(-1),
     "softmax, then mask": lambda s, h, o: s.softmax(-1).masked_fill(h, 0.0),
     "another mask": lambda s, h, o: s.masked_fill(o, -INF).softmax(-1).masked_fill(h, 0.0),
