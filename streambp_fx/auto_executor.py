@@ -32,7 +32,6 @@ from .units import readable
 log = logging.getLogger(__name__)
 # Of what is free: allocators keep some of it in pieces, and others want some, too.
 SHARE = 0.8
-LESS_MEMORY = 'A smaller chunk, policy="auto" or offload="disk" take less'
 # One choice serves lengths up to the next multiple of this: ragged batches do not choose again and again.
 STEP = 1024
 # Before the first step of an optimizer such as Adam not all that is free is filled: it will take two states
@@ -76,7 +75,9 @@ class AutoExecutor:
 
     NOTE [what devices choose]: each device chooses for its own length and memory, without asking the others.
     Where parameters are gathered from pieces, what is chosen must not change in which order: segments that
-    are run again together gather theirs in another order. So `every` is not chosen then.
+    are run again together gather theirs in another order. So `every` is not chosen then. With chunks first
+    all gradients come at the end, and what reduces them as they come (DeepSpeed) has to see one order in all
+    processes. So that is not chosen where there are several.
 
     Args:
         facts: facts of the graph.
@@ -93,9 +94,10 @@ class AutoExecutor:
         stored: GraphGroups | None = None,
     ) -> None:
         self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
-        auto = options.policy == "auto"
-        self.fills = auto and options.mesh is None
-        self.policies = candidates(options.stored, self.fills) if auto else [options.stored]
+        self.fills = options.chooses and options.mesh is None
+        self.policies = [options.stored]
+        if options.chooses:
+            self.policies = candidates(options.stored, self.fills, chunks_first=not _has_others())
         if (stored is not None and stored.taken) or options.mesh is not None:  # NOTE [what devices choose]
             self.policies = [p for p in self.policies if p.every == options.stored.every]
         first = Executor(facts, options.storing(self.policies[0]), stored=stored)
@@ -164,7 +166,8 @@ class AutoExecutor:
 
         NOTE [longer chunks on GPUs]: a GPU takes less time for a few long kernels than for many short ones: a
         step of 16,384 tokens, 8 layers of Qwen3-8B's sizes, takes 0.84 s in chunks of 2048 rows and 0.76 s in
-        chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md).
+        chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md). Saving more in
+        chunks of 2048 rows spares no time there. So where there is memory to fill, longer chunks come first.
         """
         chosen_for_rows = isinstance(found.policy.save, Saving)  # what is saved of which chunk
         if self.options.chunk != "auto" or chosen_for_rows or _on_cpu(_tensors(inputs)):
@@ -181,10 +184,12 @@ class AutoExecutor:
             return
         peak = self._peak(found.policy, tokens, others, found.rows, found.loss_rows)
         if peak > budget:
+            auto = "" if self.options.chooses else ', policy="auto"'
+            less = f'A smaller chunk{auto} or offload="disk" takes'
             warnings.warn(
                 f"memory={self.options.memory!r} does not fit a step of {tokens} tokens: by the cost model "
                 f"its activations take {readable(peak)} with {found.policy}, chunk {found.rows} and loss "
-                f"chunk {found.loss_rows}. The step runs all the same. {LESS_MEMORY}",
+                f"chunk {found.loss_rows}. The step runs all the same. {less} less",
                 StreamBPWarning,
                 stacklevel=2,
             )
@@ -228,7 +233,7 @@ class AutoExecutor:
         budget, left_free = self._budget(inputs), 0
         if self.options.memory_bytes is None:
             left_free = OPTIMIZER_STATES * gradients_to_come(_tensors(inputs), self._pieces(inputs))
-        rows_tried = chunk_sizes(self.executors[self.policies[0]].sequences(others))
+        rows_tried = self._rows_tried(others, inputs)
         smallest: tuple[int, Policy, int] | None = None
         for policy in self.policies:
             peak = functools.partial(self._peak, policy, tokens, others)
@@ -239,24 +244,44 @@ class AutoExecutor:
                 return policy, rows
             held = peak(rows)
             if held <= budget:
-                return self._with_more_saved(policy, tokens, others, rows, max(held, budget - left_free))
+                smaller = [r for r in rows_tried if r < rows] if _on_cpu(_tensors(inputs)) else []
+                room = max(held, budget - left_free)
+                return self._with_more_saved(policy, tokens, others, [rows, *smaller], room)
             if smallest is None or held < smallest[0]:
                 smallest = held, policy, rows
         assert smallest is not None
         return smallest[1:]
 
+    def _rows_tried(self, others: Mapping[sympy.Symbol, int], inputs: Sequence[Any]) -> list[int]:
+        """Rows of a chunk that are tried, the most first; see NOTE [longer chunks on GPUs]."""
+        if self.options.chunk != "auto":
+            return [self.options.rows]
+        samples = self.executors[self.policies[0]].sequences(others)
+        sizes = chunk_sizes(samples)
+        fills_gpu = self.options.chooses and not _on_cpu(_tensors(inputs))
+        longer = [n // samples for n in LONGER_CHUNKS if n // samples > sizes[0]] if fills_gpu else []
+        return [*longer, *sizes]
+
     def _with_more_saved(
-        self, policy: Policy, tokens: int, others: Mapping[sympy.Symbol, int], rows: int, budget: int
+        self,
+        policy: Policy,
+        tokens: int,
+        others: Mapping[sympy.Symbol, int],
+        rows_tried: Sequence[int],
+        budget: int,
     ) -> tuple[Policy, int]:
         """A policy that fits, with what the rest of the memory has room for, and the rows of a chunk.
 
         Smaller chunks leave more room. They are taken where that spares more than a little.
+
+        Args:
+            rows_tried: of a chunk, the most first, with which the policy fits.
         """
+        rows = rows_tried[0]
         if policy != Policy() or not torch.is_grad_enabled() or not self.fills:
             return policy, rows
         cost, tried = self.costs[policy], {}
-        sizes = chunk_sizes(self.executors[policy].sequences(others)) if self.options.chunk == "auto" else ()
-        for own in (rows, *(r for r in sizes if r < rows)):
+        for own in rows_tried:
             self.space = Space(cost, cost.sizes(tokens, own, others, self._least(others)), self.space)
             least = self._peak(policy, tokens, others, own)
             tried[own] = self.space, least, self.space.spared[self.space.count(budget - least)]
@@ -289,6 +314,12 @@ class AutoExecutor:
             programs = self.executors[self.policies[0]].programs
             self.executors[policy] = Executor(self.facts, self.options.storing(policy), programs, self.stored)
         return self.executors[policy]
+
+
+def _has_others() -> bool:
+    """True if this process is one of several that train together."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed and torch.distributed.get_world_size() > 1
 
 
 def _on_cpu(tensors: Sequence[Tensor]) -> bool:

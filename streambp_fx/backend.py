@@ -364,8 +364,9 @@ class CompiledGraph:
         return executor
 
     def _executor(self, facts: Facts, schedule: Schedule) -> Executor | AutoExecutor:
-        chosen = (self.options.chunk, self.options.loss_chunk, self.options.policy)
-        open_choice = "auto" in chosen or self.options.memory is not None
+        options = self.options
+        chosen = "auto" in (options.chunk, options.loss_chunk)
+        open_choice = chosen or options.chooses or options.memory is not None
         try:
             if open_choice and any(s.mixings for s in facts.segments):
                 return AutoExecutor(facts, self.options, schedule.choose, self.stored)

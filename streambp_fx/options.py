@@ -36,8 +36,8 @@ class Options:
             together have 256 tokens, or more where the head's gradient is summed in float32 (see
             `fewest_tokens`) and memory is not short; in a training step up to 1024, if that does not raise
             the step's peak.
-        memory: what activations may take, for chunk="auto": bytes, or text such as "8GiB". None: a share of
-            what is free on the device at the first step of a length.
+        memory: what activations may take, for what is to be chosen: bytes, or text such as "8GiB". None: a
+            share of what is free on the device at the first step of a length.
         logits: what becomes of outputs as wide as the vocabulary when a loss is an output as well: "drop"
             (None; the default of `transform`), "lazy" (a tensor that is computed when somebody reads it; the
             default of `torch.compile`) or "keep".
@@ -51,8 +51,9 @@ class Options:
         order: "layers" (all chunks go through a layer before the next one begins), or "chunks" (a chunk goes
             through all layers before the next one begins; kept is then what later chunks read of each layer,
             such as keys and values, and not the rows between layers: less memory where that is less).
-        policy: "given" (by `save`, `every` and `offload`), or "auto": those of them are chosen that fit
-            `memory` with the least work; `offload` then is where things may go, and the others are not given.
+        policy: "given" (by `save`, `every`, `offload` and `order`), or "auto": those of them are chosen that
+            fit `memory` with the least work; `offload` then is where things may go, and the others are not
+            given. None: "auto" where `memory` is given and none of the others is, and else "given".
         accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half
             precision: "float32", or "weights" for their own, which needs less memory and loses digits.
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
@@ -79,7 +80,7 @@ class Options:
     every: int = 1
     offload: str = "none"
     order: str = "layers"
-    policy: str = "given"
+    policy: str | None = None
     accumulate: str = "float32"
     body: str = "eager"
     check: str = "first"
@@ -97,7 +98,8 @@ class Options:
             parse_bytes(self.memory)
         for name, allowed in CHOICES.items():
             chosen = name == "save" and isinstance(self.save, Saving)
-            if getattr(self, name) not in allowed and not chosen:
+            left_open = name == "policy" and self.policy is None
+            if getattr(self, name) not in allowed and not chosen and not left_open:
                 values = ", ".join(f'"{v}"' for v in allowed)
                 raise ValueError(f"{name} must be one of {values}, not {getattr(self, name)!r}")
         if self.policy == "auto" and (self.save, self.every) != ("inputs", 1):
@@ -117,6 +119,12 @@ class Options:
     def memory_bytes(self) -> int | None:
         """The budget in bytes."""
         return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def chooses(self) -> bool:
+        """True if the memory policy is to be chosen."""
+        left_open = self.policy is None and self.memory is not None and self.stored == Policy()
+        return self.policy == "auto" or left_open
 
     @property
     def stored(self) -> Policy:

@@ -43,9 +43,11 @@ def without_sinks(graph: Graph, node: Node) -> Node | None:
     scores, sinks = parts  # type: ignore[misc]
     dtype = _widest(scores, weights)
     scores, sinks = cast(graph, node, scores, dtype), cast(graph, node, _unexpanded(sinks), dtype)
-    # a row that sees nothing has scores of minus infinity, and weights of zero
+    # scores of a row that sees nothing are minus infinity, and weights zero
     lowest = torch.finfo(dtype).min
     scores = insert(graph, node, aten.clamp_min.default, scores, lowest)
+    # and sinks that are all masked out are minus infinity: their log-sum-exp has no derivative
+    sinks = insert(graph, node, aten.clamp_min.default, sinks, lowest)
     total = insert(graph, node, aten.logsumexp.default, scores, [last], True)
     if shape_of(sinks)[last] != 1:
         sinks = insert(graph, node, aten.logsumexp.default, sinks, [last], True)

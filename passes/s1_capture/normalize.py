@@ -31,6 +31,10 @@ END = 2**63 - 1
 ELEMENTWISE = set(pointwise_ops()) - {aten.dropout.default, aten.native_dropout.default}
 
 
+class RewriteError(Exception):
+    """A rewrite made something else of a value: a bug of the compiler."""
+
+
 def rewrite(*ops: Any) -> Callable[[Rewrite], Rewrite]:
     """Register a rewrite: it returns the node to use instead, or None to leave the node alone."""
 
@@ -50,6 +54,7 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
         for function in REWRITES.get(node.target, []):
             replacement = function(graph, node)
             if replacement is not None and replacement is not node:
+                _check_replacement(function, node, replacement)
                 if function not in SAME_OBJECT:
                     _refuse_shared_name(node, replacement)
                 node.replace_all_uses_with(replacement)
@@ -58,6 +63,27 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
     graph.eliminate_dead_code(is_impure_node=is_impure)
     captured.module.recompile()
     return captured
+
+
+def _check_replacement(function: Rewrite, node: Node, replacement: Node) -> None:
+    """A replacement is the same value, so it has the same shape and dtype: else the rewrite is wrong.
+
+    Raises:
+        RewriteError: it has another one.
+    """
+    was, now = (n.meta.get("val") for n in (node, replacement))
+    if not isinstance(was, torch.Tensor) or not isinstance(now, torch.Tensor):
+        return
+    same = len(was.shape) == len(now.shape) and all(map(_same_size, was.shape, now.shape))
+    if was.dtype != now.dtype or not same:
+        made = f"{now.dtype} of shape {list(now.shape)} of {was.dtype} of shape {list(was.shape)}"
+        raise RewriteError(f"{function.__name__} made {made} ({node.name}, {node.target})")
+
+
+def _same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """True if two sizes are equal, by their expressions or else in the example that was captured."""
+    found = [s.node.hint if isinstance(s, torch.SymInt) else s for s in (a, b)]
+    return expression(a) == expression(b) or None in found or found[0] == found[1]
 
 
 def is_beginning(call: dict[str, Any], last: int) -> bool:
@@ -301,7 +327,8 @@ def _is_contiguous(node: Node) -> bool:
 def slice_before_widening(graph: Graph, node: Node) -> Node | None:
     """`linear(x)[:, a:b]` -> `linear(x[:, a:b])`: rows are taken where they are narrow.
 
-    Also through elementwise ops of one tensor, so that `logits[:, :-1]` becomes a slice of hidden states.
+    Also through elementwise ops of one tensor, so that `logits[:, :-1]` becomes a slice of hidden states. The
+    tensor may be read twice, as in `(logits * logits)[:, :-1]`.
     """
     chain: list[Node] = []
     source, dim, *rest = node.args
@@ -315,7 +342,11 @@ def slice_before_widening(graph: Graph, node: Node) -> Node | None:
         return None
     result = insert(graph, node, aten.slice.Tensor, source, dim, *rest)
     for op in reversed(chain):
-        result = insert(graph, node, op.target, result, *op.args[1:], **op.kwargs)
+        read, sliced = op.args[0], result
+        args, kwargs = torch.fx.node.map_arg(
+            (op.args, op.kwargs), lambda n, read=read, sliced=sliced: sliced if n is read else n
+        )
+        result = insert(graph, node, op.target, *args, **kwargs)
     return result
 
 
@@ -345,9 +376,10 @@ def grouped_source(node: Any) -> tuple[Node, int] | None:
     if not isinstance(node, Node):
         return None
     if node.target is aten.repeat_interleave.self_int:
-        source, count, *dim = node.args
-        dim = dim[0] if dim else node.kwargs.get("dim")
-        return (source, count) if dim == 1 and isinstance(count, int) else None
+        call = arguments(node)
+        source, count = call["self"], call["repeats"]
+        heads = len(shape_of(node)) == 4 and call["dim"] in (1, -3)
+        return (source, count) if heads and isinstance(count, int) and count > 1 else None
     if node.target not in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
         return None
     inner = node.args[0]
@@ -364,6 +396,11 @@ def grouped_source(node: Any) -> tuple[Node, int] | None:
     return (source, int(count)) if after == repeated and count.is_integer and count > 1 else None
 
 
+def one_for_each(queries: Any, repeated: Node) -> bool:
+    """True if queries have the samples and heads that repeated keys or values have: nothing is broadcast."""
+    return isinstance(queries, Node) and shape_of(queries)[:-2] == shape_of(repeated)[:-2]
+
+
 def _chain(node: Node) -> list[Node]:
     """A value that repeats heads, and what it is made of down to the heads."""
     found = [node]
@@ -378,6 +415,8 @@ def grouped_attention(graph: Graph, node: Node) -> Node | None:
     call = sdpa_arguments(node)
     key, value = grouped_source(call["key"]), grouped_source(call["value"])
     if call["enable_gqa"] or key is None or value is None or key[1] != value[1]:
+        return None
+    if not one_for_each(call["query"], call["key"]) or not one_for_each(call["query"], call["value"]):
         return None
     if any(is_returned(n) for given in (call["key"], call["value"]) for n in _chain(given)):
         return None  # their gradients are those of all heads

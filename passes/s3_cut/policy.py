@@ -83,7 +83,7 @@ def as_checked(policy: Policy, facts: Facts) -> Policy:
     return replace(policy, save=Saving(tuple(pieces)))
 
 
-def candidates(policy: Policy, filled: bool = False) -> list[Policy]:
+def candidates(policy: Policy, filled: bool = False, chunks_first: bool = False) -> list[Policy]:
     """What `policy="auto"` tries, from the least work to the least memory.
 
     Args:
@@ -91,10 +91,12 @@ def candidates(policy: Policy, filled: bool = False) -> list[Policy]:
             cheaper than computing again, and dearer than none.
         filled: where inputs alone fit, the rest of the memory is filled up: what attention computes is among
             that, and is not tried on its own.
+        chunks_first: the other order may be taken. Its work is little more than that of layers first.
     """
     places = dict.fromkeys(("none", policy.offload))
     found = [Policy(save, 1, place) for place in places for save in ("attention", "inputs")]
-    return found[filled:] + [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
+    again = [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
+    return [*found[filled:], *([Policy(order="chunks")] if chunks_first else []), *again]
 
 
 def ordinal(number: int) -> str:

@@ -20,7 +20,7 @@ from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, 
 from ..graph.op_arguments import sdpa_arguments
 from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
-from ..s1_capture.normalize import grouped_source
+from ..s1_capture.normalize import grouped_source, one_for_each
 
 aten = torch.ops.aten
 Size = Any  # int or SymInt
@@ -165,8 +165,11 @@ def grouped_columns(node: Node) -> Grouped | None:
         return None
     right = node.args[1]
     transposed = right.target is aten.transpose.int and {d % 4 for d in right.args[1:]} == {2, 3}
-    found = grouped_source(right.args[0] if transposed else right)
-    return None if found is None else Grouped(found[0], found[1], transposed)
+    repeated = right.args[0] if transposed else right
+    found = grouped_source(repeated)
+    if found is None or not one_for_each(node.args[0], repeated):
+        return None
+    return Grouped(found[0], found[1], transposed)
 
 
 class StateReader:

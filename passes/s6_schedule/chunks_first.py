@@ -176,7 +176,9 @@ class _Loop:
 
     def _states(self, k: int) -> list[Value]:
         call = self.calls[k]
-        twins = dict(zip(call.programs.segment.nodes, self.facts.segments[call.segment].nodes, strict=True))
+        model, own = call.programs.segment, self.facts.segments[call.segment]
+        # what comes in as rows may be a state as well
+        twins = dict(zip((*model.rows, *model.nodes), (*own.rows, *own.nodes), strict=True))
         buffers = call.programs.buffers(BufferKind.STATE)
         return [Value(ValueKind.STATE, twins[b.node]) for b in buffers if b.node is not None]
 

@@ -46,7 +46,7 @@ def schedule_text(schedule: ScheduledStep) -> str:
         numbers = ", ".join(str(s.index) for s in again)
         what = f"segment {numbers} gives" if len(again) == 1 else f"segments {numbers} give"
         lines.append(f"  not stored but computed again: what {what}")
-    if schedule.options.policy == "auto":
+    if schedule.options.chooses:
         lines.append("  memory policy: chosen at the first step of a length")
     elif schedule.policy != Policy() or schedule.is_chosen("policy"):
         lines.append(

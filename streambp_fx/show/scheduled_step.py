@@ -53,7 +53,9 @@ class ScheduledStep:
 
     def is_chosen(self, option: str) -> bool:
         """True if an option that was left open has been chosen since."""
-        return self.given is not None and getattr(self.given, option) == "auto"
+        if self.given is None:
+            return False
+        return self.given.chooses if option == "policy" else getattr(self.given, option) == "auto"
 
     @property
     def segments(self) -> list[ScheduledSegment]:

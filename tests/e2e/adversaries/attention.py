@@ -275,3 +275,49 @@ def heads_before_samples_without_a_head_dim(m: Subject, x: Tensor, ids: Tensor) 
     q, k, v = (p(x).unflatten(-1, (3, -1)).permute(2, 0, 1, 3).flatten(0, 1) for p in (m.lin, m.lin2, m.v))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return x + y.view(3, x.shape[0], -1, y.shape[-1]).permute(1, 2, 0, 3).flatten(2)
+
+
+def _fewer(x: Tensor) -> Tensor:
+    """Heads of one key and value, (batch, 1, T, 4)."""
+    return heads(x)[:, :1]
+
+
+@CASES.block(STREAMED)
+def one_query_head_for_repeated_keys(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k = _fewer(m.lin(x)), _fewer(m.lin2(x)).repeat_interleave(3, 1)
+    return x + m.weighted(x, (q @ k.mT).masked_fill(later(x), NEVER).softmax(-1))
+
+
+@CASES.block(STREAMED)
+def weights_of_one_head_for_repeated_values(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    w = m.scores(x).masked_fill(later(x), NEVER).softmax(-1).mean(1, keepdim=True)
+    return x + joined(w @ _fewer(m.v(x)).repeat_interleave(3, 1))
+
+
+@CASES.block(WHATEVER)
+def learned_queries_for_repeated_keys(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k = heads(m.table[None, : x.shape[1]]), _fewer(m.lin2(x)).repeat_interleave(3, 1)
+    return x + m.weighted(x, (q @ k.mT).masked_fill(later(x), NEVER).softmax(-1))
+
+
+@CASES.block(WHATEVER)
+def repeated_in_five_dims(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = (heads(p(x)).unsqueeze(2) for p in (m.lin, m.lin2, m.v))
+    k, v = (t[:, :1].repeat_interleave(3, 1) for t in (k, v))
+    return x + joined((((q @ k.mT).masked_fill(later(x), NEVER).softmax(-1)) @ v).squeeze(2))
+
+
+@CASES.block(WHATEVER)
+def keys_that_are_repeated_along_the_sequence(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Every second row, each read twice, under attention of three dims."""
+    q, (k, v) = m.lin(x), (p(x[:, ::2]).repeat_interleave(2, 1)[:, : x.shape[1]] for p in (m.lin2, m.v))
+    return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@CASES.block(WHATEVER)
+def memory_that_a_sample_lacks(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """More columns, which are masked out by what is added: all of them in the first sample."""
+    lacks = torch.zeros(x.shape[0], 1, 1, 1, dtype=x.dtype).index_fill(0, torch.tensor([0]), NEVER)
+    more = heads(m.lin(x)) @ heads(m.table[None, :4]).mT + lacks
+    s = torch.cat([m.scores(x).masked_fill(later(x), NEVER), more], -1)
+    return x + m.weighted(x, s.softmax(-1)[..., : x.shape[1]])

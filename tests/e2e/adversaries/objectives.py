@@ -368,3 +368,11 @@ def adaptive(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     tails = torch.stack([m.head(x)[..., :10], F.pad(m.head(x)[..., 10:], (0, 1), value=-1e4)], 2)
     tail = tails.gather(2, group[..., None, None].expand(-1, -1, 1, 10))[:, :, 0]
     return (first + F.cross_entropy(tail.flatten(0, 1), (ids % 10).flatten(), reduction="none")).mean()
+
+
+@CASES.loss()
+def squares_of_some_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """A loss on logits, another on all log-sum-exps but the last, a third on the last row."""
+    logits = m.head(x)
+    total = logits.logsumexp(-1)
+    return token_loss(m, x, ids) + 0.1 * (total * total)[:, :-1].mean() + 0.2 * (x * x)[:, -1:].mean()

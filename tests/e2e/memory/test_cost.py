@@ -164,7 +164,7 @@ def test_chunk_is_chosen_for_the_memory() -> None:
     budgets = {2048: 2**30, 1024: (peaks[2048] + peaks[1024]) // 2, 512: 10**5}
     for rows, memory in budgets.items():
         torch._dynamo.reset()
-        streambp_fx.transform(model, memory=memory, loss_chunk=48)
+        streambp_fx.transform(model, memory=memory, loss_chunk=48, policy="given")
         model(**plain(1, 2047)).loss.backward()
         found = streambp_fx.schedule(model)
         assert found is not None and found.options.chunk == rows, (rows, peaks)
@@ -278,3 +278,17 @@ def test_longer_chunks_where_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) 
         peaks = {n: schedule.cost.peak(schedule.cost.sizes(6000, n)).total for n in (2048, chunk)}
         found[words] = chunk, peaks[chunk] <= peaks[2048]
     assert found == {97: (2048, True), 60_000: (8192, True)}
+
+
+def test_memory_that_is_named_goes_to_longer_chunks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, here said to be one; what is left goes to saved values, as all of it does on a CPU."""
+    found = {}
+    for on_cpu in (True, False):
+        monkeypatch.setattr("streambp_fx.auto_executor._on_cpu", lambda tensors, answer=on_cpu: answer)
+        model = build("llama", dtype=torch.float32, max_position_embeddings=6000)
+        streambp_fx.transform(model, check="never", memory="1GiB")
+        model(**plain(1, 5000)).loss.backward()
+        schedule = streambp_fx.schedule(model)
+        assert schedule is not None and "spare 100% of the recompute (chosen)" in str(schedule)
+        found[on_cpu] = schedule.options.chunk
+    assert found == {True: 2048, False: 8192}

@@ -309,3 +309,40 @@ def test_bad_options(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match="give the one or the others"):
         streambp_fx.transform(model, policy="auto", every=2)
     assert "forward" not in vars(model)
+
+
+def test_memory_alone_leaves_the_policy_to_be_chosen() -> None:
+    """And what is given beside it is kept."""
+    chosen = streambp_fx.Options(memory="1GiB")
+    assert chosen.chooses and not streambp_fx.Options().chooses
+    for given in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}, {"policy": "given"}):
+        assert not streambp_fx.Options(memory="1GiB", **given).chooses
+    assert not streambp_fx.Options(memory="1GiB", order="chunks").chooses
+    factory = functools.partial(build, "llama", num_hidden_layers=2)
+    with in_double(factory):
+        eager, streamed = pair(factory, chunk=16, loss_chunk=16, memory="1GiB")
+        compare(eager, streamed, {"T=67": plain(1, 67)}, 1e-9)
+    assert "spare 100% of the recompute (chosen)" in str(streambp_fx.schedule(streamed))
+
+
+def test_chunks_first_is_chosen_where_the_state_is_small() -> None:
+    """Eight layers with one key head of eight: the other order needs less memory, for little work."""
+    sizes = {**WIDE, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
+
+    def factory() -> Any:
+        model = build("llama", **sizes)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        return model
+
+    given: dict[str, Any] = {"chunk": 16, "loss_chunk": 16}
+    with in_double(factory):
+        least = {}
+        for order in ("layers", "chunks"):
+            cost = streambp_fx.explain(factory(), 512, **given, order=order).cost
+            least[order] = cost.peak(cost.sizes(512)).total
+        assert least["chunks"] < 0.9 * least["layers"]
+        torch._dynamo.reset()
+        eager, streamed = pair(factory, **given, memory=(least["chunks"] + least["layers"]) // 2)
+        compare(eager, streamed, {"T=512": plain(1, 512)}, 1e-9)
+    assert "memory policy: chunks first" in str(streambp_fx.schedule(streamed))

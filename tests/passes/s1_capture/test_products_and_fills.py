@@ -66,7 +66,8 @@ def test_an_einsum_that_broadcasts_stays() -> None:
 def test_sinks(dtype: torch.dtype, count: int, hidden: float) -> None:
     scores, sinks = (x.to(dtype) for x in drawn((2, 3, 7, 7), (3, count)))
     scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), hidden)
-    scores[1, :, 4] = hidden  # a row that sees nothing
+    sinks[1] = hidden  # a head that has none
+    scores[1, ::2, 4] = hidden  # of the others, a row that sees nothing
 
     def weights(s: Tensor, k: Tensor) -> Tensor:
         wide = k.reshape(1, 3, 1, count).expand(s.shape[0], -1, s.shape[2], -1)
