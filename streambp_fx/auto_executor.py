@@ -272,7 +272,8 @@ class AutoExecutor:
     ) -> tuple[Policy, int]:
         """A policy that fits, with what the rest of the memory has room for, and the rows of a chunk.
 
-        Smaller chunks leave more room. They are taken where that spares more than a little.
+        Smaller chunks leave more room. They are taken where that spares more than a little. Smaller chunks of
+        the loss head would too; but there each chunk costs time, so the head has as many rows as usual first.
 
         Args:
             rows_tried: of a chunk, the most first, with which the policy fits.
@@ -282,8 +283,11 @@ class AutoExecutor:
             return policy, rows
         cost, tried = self.costs[policy], {}
         for own in rows_tried:
-            self.space = Space(cost, cost.sizes(tokens, own, others, self._least(others)), self.space)
-            least = self._peak(policy, tokens, others, own)
+            usual = self.options.loss_rows(self.executors[policy].sequences(others))
+            fits = self._peak(policy, tokens, others, own, usual) <= budget
+            head = usual if fits else self._least(others)
+            self.space = Space(cost, cost.sizes(tokens, own, others, head), self.space)
+            least = self._peak(policy, tokens, others, own, head)
             tried[own] = self.space, least, self.space.spared[self.space.count(budget - least)]
         enough = (1 - LITTLE) * max(spared for *_, spared in tried.values())
         rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] >= enough)
