@@ -69,6 +69,8 @@ def baddbmm(ctx: RuleContext, node: Node) -> Layout:
         raise NotSeparable("the addend of a batched product is streamed")
     if not node.meta["val"].is_floating_point():
         raise NotSeparable("a batched product of integers")  # its factors may round
+    if node.kwargs.get("alpha", 1) == 0:
+        raise NotSeparable("a batched product times zero")  # PyTorch does not look at what is infinite in it
     ctx.seen.add(bias)  # data: its rows are where those of the result are
     return result
 
@@ -169,6 +171,7 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
     layouts = [ctx.layout(n) for n in (query, key, value)]
     if not any(ctx.facts.carries(n) for n in (key, value)):
         return _attention_to_context(ctx, call, layouts[0])
+    _check_heads(query, key, value, call["enable_gqa"])
     expected = (*(None,) * (ctx.rank(node) - 2), Axis(), None)
     for name, layout in zip(("query", "key", "value"), layouts, strict=True):
         if layout != expected:
@@ -181,6 +184,20 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
     ctx.mixes(Mixing(node, columns=(key, value), mask=limit, reach=reach))
     ctx.seen.add(mask)  # read by rows and columns, see `footprints`
     return expected
+
+
+def _check_heads(query: Any, key: Any, value: Any, grouped: bool) -> None:
+    """Queries, keys and values have the same samples and heads, but for grouped heads: nothing is broadcast.
+
+    The kernels for chunks read as many samples and heads of each as the queries have.
+
+    Raises:
+        NotSeparable: not so.
+    """
+    queries, keys, values = (shape_of(n)[:-2] for n in (query, key, value))
+    several = grouped and queries[:-1] == keys[:-1] and queries[-1] % keys[-1] == 0
+    if keys != values or not (queries == keys or several):
+        raise NotSeparable("an attention whose queries, keys or values are broadcast over samples or heads")
 
 
 def _check_streamed_mask(ctx: RuleContext, mask: Node) -> None:

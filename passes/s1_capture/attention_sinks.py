@@ -10,6 +10,8 @@ so no value has more columns than there are keys.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,17 +45,35 @@ def without_sinks(graph: Graph, node: Node) -> Node | None:
     scores, sinks = parts  # type: ignore[misc]
     dtype = _widest(scores, weights)
     scores, sinks = cast(graph, node, scores, dtype), cast(graph, node, _unexpanded(sinks), dtype)
-    # scores of a row that sees nothing are minus infinity, and weights zero
-    lowest = torch.finfo(dtype).min
-    scores = insert(graph, node, aten.clamp_min.default, scores, lowest)
-    # and sinks that are all masked out are minus infinity: their log-sum-exp has no derivative
-    sinks = insert(graph, node, aten.clamp_min.default, sinks, lowest)
-    total = insert(graph, node, aten.logsumexp.default, scores, [last], True)
+    new = partial(insert, graph, node)
+    largest = new(aten.maximum.default, *(new(aten.amax.default, x, [last], True) for x in (scores, sinks)))
+    largest = new(aten.detach.default, largest)
+    scores, sinks = (_lowered(new, x, largest, torch.finfo(dtype).min) for x in (scores, sinks))
+    total = new(aten.logsumexp.default, scores, [last], True)
     if shape_of(sinks)[last] != 1:
-        sinks = insert(graph, node, aten.logsumexp.default, sinks, [last], True)
-    share = insert(graph, node, aten.sigmoid.default, insert(graph, node, aten.sub.Tensor, total, sinks))
-    kept = insert(graph, node, aten.mul.Tensor, insert(graph, node, aten.softmax.int, scores, last), share)
+        sinks = new(aten.logsumexp.default, sinks, [last], True)
+    share = new(aten.sigmoid.default, new(aten.sub.Tensor, total, sinks))
+    # NaN where nothing is seen at all, and where a sink is infinite, as without the rewrite
+    share = new(aten.add.Tensor, share, new(aten.sub.Tensor, largest, largest))
+    kept = new(aten.mul.Tensor, new(aten.softmax.int, scores, last), share)
     return cast(graph, node, kept, node.meta["val"].dtype)
+
+
+def _lowered(new: Callable[..., Node], values: Node, largest: Node, lowest: float) -> Node:
+    """Values less the largest of their row.
+
+    NOTE [sinks of rows that see nothing]: scores that are all masked out, or sinks, are minus infinity, whose
+    log-sum-exp has no derivative, so they are taken to be the lowest number. Where all of both are masked out
+    by the same number, each has the same weight; the logarithm of how many there are is lost beside such a
+    number, so the largest is taken away first.
+
+    Args:
+        new: makes a node.
+        values: (..., columns).
+        largest: (..., 1).
+    """
+    lowered = new(aten.sub.Tensor, values, new(aten.clamp_min.default, largest, lowest))
+    return new(aten.clamp_min.default, lowered, lowest)
 
 
 def _under_casts(node: Any) -> Node:

@@ -1,6 +1,6 @@
 """normalize: no dead code, no-ops removed, losses by rows first (`split_losses`).
 
-Every rewrite keeps the value (grouped heads up to rounding). Grad-mode regions become `detach`.
+Every rewrite keeps the value. Grad-mode regions become `detach`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import CapturedGraph, expression, shape_of
 from ..graph.functionalization import NotPureError
-from ..graph.op_arguments import arguments, sdpa_arguments
+from ..graph.op_arguments import arguments
 from ..graph.purity import is_impure
 from ..rules.pointwise import pointwise_ops
 from ..rules.row_orders import SORTS
@@ -159,7 +159,7 @@ def _grad_mode_regions(graph: Graph) -> None:
 def same_dtype(graph: Graph, node: Node) -> Node | None:
     """A cast to the dtype that a value has is the value."""
     source, value = node.args[0].meta["val"], node.meta["val"]
-    copies = node.kwargs.get("copy", False) or node.target is aten._to_copy.default
+    copies = arguments(node).get("copy") or node.target is aten._to_copy.default
     same = source.dtype == value.dtype and source.device == value.device
     return node.args[0] if same and not copies else None
 
@@ -366,61 +366,3 @@ def _is_dynamic(size: sympy.Expr) -> bool:
 
 # Eager returns the operand itself for these, and so the gradient of all that is made of it.
 SAME_OBJECT = {same_dtype, no_dropout, already_contiguous}
-
-
-# ---- grouped heads
-
-
-def grouped_source(node: Any) -> tuple[Node, int] | None:
-    """`(x, n)` if `node` repeats each head of `x` (dim 1 of 4) n times, whatever way it is written."""
-    if not isinstance(node, Node):
-        return None
-    if node.target is aten.repeat_interleave.self_int:
-        call = arguments(node)
-        source, count = call["self"], call["repeats"]
-        heads = len(shape_of(node)) == 4 and call["dim"] in (1, -3)
-        return (source, count) if heads and isinstance(count, int) and count > 1 else None
-    if node.target not in (aten.reshape.default, aten.view.default, aten.flatten.using_ints):
-        return None
-    inner = node.args[0]
-    if inner.target is aten.clone.default or inner.target is aten.contiguous.default:
-        inner = inner.args[0]
-    if inner.target is not aten.expand.default or inner.args[0].target is not aten.unsqueeze.default:
-        return None
-    source, dim = inner.args[0].args
-    if len(shape_of(source)) != 4 or dim not in (2, -3):
-        return None
-    heads, count = shape_of(inner)[1], shape_of(inner)[2]
-    before, after = shape_of(source), shape_of(node)
-    repeated = (before[0], heads * count, *before[2:])
-    return (source, int(count)) if after == repeated and count.is_integer and count > 1 else None
-
-
-def one_for_each(queries: Any, repeated: Node) -> bool:
-    """True if queries have the samples and heads that repeated keys or values have: nothing is broadcast."""
-    return isinstance(queries, Node) and shape_of(queries)[:-2] == shape_of(repeated)[:-2]
-
-
-def _chain(node: Node) -> list[Node]:
-    """A value that repeats heads, and what it is made of down to the heads."""
-    found = [node]
-    while found[-1].args[0] is not grouped_source(node)[0]:  # type: ignore[index]
-        found.append(found[-1].args[0])  # type: ignore[arg-type]
-    return found
-
-
-@rewrite(aten.scaled_dot_product_attention.default)
-def grouped_attention(graph: Graph, node: Node) -> Node | None:
-    """Hand the kernel the heads as they are: repeated keys and values are never stored."""
-    call = sdpa_arguments(node)
-    key, value = grouped_source(call["key"]), grouped_source(call["value"])
-    if call["enable_gqa"] or key is None or value is None or key[1] != value[1]:
-        return None
-    if not one_for_each(call["query"], call["key"]) or not one_for_each(call["query"], call["value"]):
-        return None
-    if any(is_returned(n) for given in (call["key"], call["value"]) for n in _chain(given)):
-        return None  # their gradients are those of all heads
-    return insert(
-        graph, node, node.target, call["query"], key[0], value[0], call["attn_mask"], call["dropout_p"],
-        call["is_causal"], scale=call["scale"], enable_gqa=True,
-    )  # fmt: skip

@@ -20,7 +20,7 @@ from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, 
 from ..graph.op_arguments import sdpa_arguments
 from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
-from ..s1_capture.normalize import grouped_source, one_for_each
+from ..s1_capture.products import grouped_source, one_for_each
 
 aten = torch.ops.aten
 Size = Any  # int or SymInt

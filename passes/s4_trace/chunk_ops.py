@@ -139,7 +139,9 @@ def linear(run: Evaluation, node: Node, role: Role) -> Tensor:
     if len(given) < 3 or given[2] is None:
         return run.call(node, role, None)
     rows, weight, bias = (run.operand(n, role) for n in given)
-    if rows.dim() == 2 or weight.dim() != 2:
+    if weight.dim() == 1:
+        return torch.matmul(rows, weight) + bias
+    if rows.dim() == 2:
         return aten.linear.default(rows, weight, bias)
     flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     return torch.addmm(bias, flat, weight.t()).reshape(*rows.shape[:-1], weight.shape[0])

@@ -182,7 +182,8 @@ def attend_plainly(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = query @ key.transpose(-1, -2) * scale
     bias = additive(mask, scores)
-    weights = torch.softmax(scores if bias is None else scores + bias, -1)
+    # a row that sees nothing has no weights, as in PyTorch's own
+    weights = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax.default(scores + bias, -1)
     return dropout(weights) @ value
 
 

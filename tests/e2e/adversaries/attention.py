@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from e2e_adversary import STREAMED, WHATEVER, Cases
-from e2e_subject import NEVER, Subject, grid, heads, joined, later
+from e2e_subject import HUGE, NEVER, Subject, grid, heads, joined, later
 from torch import Tensor
 
 from adversaries.scores import causal, distance, huge
@@ -321,3 +321,67 @@ def memory_that_a_sample_lacks(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     more = heads(m.lin(x)) @ heads(m.table[None, :4]).mT + lacks
     s = torch.cat([m.scores(x).masked_fill(later(x), NEVER), more], -1)
     return x + m.weighted(x, s.softmax(-1)[..., : x.shape[1]])
+
+
+def _attended(m: Subject, x: Tensor, q: int, k: int, v: int, **more: object) -> Tensor:
+    """PyTorch's attention of so many heads of queries, keys and values."""
+    given = (heads(p(x))[:, :n] for p, n in ((m.lin, q), (m.lin2, k), (m.v, v)))
+    y = F.scaled_dot_product_attention(*given, is_causal="attn_mask" not in more, **more)
+    return x + joined(y.expand(-1, 3, -1, -1))
+
+
+# PyTorch broadcasts what the kernels for chunks would read beyond its end.
+CASES.block(WHATEVER, name="one key head, broadcast")(lambda m, x, ids: _attended(m, x, 3, 1, 3))
+CASES.block(WHATEVER, name="one value head, broadcast")(lambda m, x, ids: _attended(m, x, 3, 3, 1))
+CASES.block(WHATEVER, name="one key and one value head, broadcast")(
+    lambda m, x, ids: _attended(m, x, 3, 1, 1)
+)
+CASES.block(WHATEVER, name="one query head, broadcast")(lambda m, x, ids: _attended(m, x, 1, 3, 3))
+CASES.block(WHATEVER, name="fewer value heads than key heads")(
+    lambda m, x, ids: _attended(m, x, 3, 3, 1, enable_gqa=True)
+)
+CASES.block(WHATEVER, name="fewer key heads than value heads")(
+    lambda m, x, ids: _attended(m, x, 3, 1, 3, enable_gqa=True)
+)
+CASES.block(STREAMED, name="one key and one value head, grouped")(
+    lambda m, x, ids: _attended(m, x, 3, 1, 1, enable_gqa=True)
+)
+
+
+@CASES.block(WHATEVER)
+def keys_and_values_of_one_sample(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = heads(m.lin(x)), heads(m.lin2(x))[:1], heads(m.v(x))[:1]
+    return x + joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@CASES.block(WHATEVER)
+def rows_that_see_nothing_under_dropout(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Dropout that drops nothing, as hardly anything is as improbable; the first rows are padding."""
+    hidden = later(x) | (grid(x)[1] < 3)
+    return _attended(m, x, 3, 3, 3, attn_mask=~hidden, dropout_p=1e-18)
+
+
+@CASES.block(WHATEVER)
+def sinks_of_rows_that_see_nothing(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The same number hides the first rows' scores and their sinks: each has the same weight."""
+    hidden = later(x) | (grid(x)[1] < 3)
+    s = m.scores(x).masked_fill(hidden, HUGE)
+    sinks = m.scale[:3, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+    sinks = sinks.masked_fill((grid(x)[0] < 3)[None, None], HUGE)
+    return x + m.weighted(x, torch.cat([s, sinks], -1).softmax(-1)[..., :-1])
+
+
+@CASES.block(WHATEVER)
+def sinks_without_numbers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Minus infinity hides all of both: NaN, which is made zero."""
+    hidden = later(x) | (grid(x)[1] < 3)
+    s = m.scores(x).masked_fill(hidden, NEVER)
+    sinks = m.scale[:3, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+    sinks = sinks.masked_fill((grid(x)[0] < 3)[None, None], NEVER)
+    return x + m.weighted(x, torch.cat([s, sinks], -1).softmax(-1).nan_to_num(0)[..., :-1])
+
+
+@CASES.block(WHATEVER)
+def linear_of_a_vector(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """A weight of one dim, and a bias of none."""
+    return x + F.linear(x, m.scale, m.table[0, 0]).unsqueeze(-1)

@@ -59,6 +59,8 @@ OFTEN: dict[str, str] = {
     "in place: plus equals": "compile",
     "in place: masked fill through heads": "transform",
     "attention: triu in place": "transform",
+    "attention: rows that see nothing under dropout": "transform",
+    "attention: keys and values of one sample": "compile",
     "scores: masked_fill of a huge number": "compile",
     "scores: turned, filled with zeros": "compile",
     "scores: masks of heads that change places": "transform",

@@ -67,7 +67,7 @@ def test_sinks(dtype: torch.dtype, count: int, hidden: float) -> None:
     scores, sinks = (x.to(dtype) for x in drawn((2, 3, 7, 7), (3, count)))
     scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), hidden)
     sinks[1] = hidden  # a head that has none
-    scores[1, ::2, 4] = hidden  # of the others, a row that sees nothing
+    scores[1, :, 4] = hidden  # a row that sees nothing
 
     def weights(s: Tensor, k: Tensor) -> Tensor:
         wide = k.reshape(1, 3, 1, count).expand(s.shape[0], -1, s.shape[2], -1)
@@ -84,7 +84,10 @@ def test_sinks(dtype: torch.dtype, count: int, hidden: float) -> None:
         (value * torch.linspace(0, 1, value.numel()).view(value.shape)).sum().backward()
         found.append((value, *(x.grad for x in given)))
     loose = {"rtol": 0.05, "atol": 0.02} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found[1], found[0], **loose)
+    torch.testing.assert_close(found[1][0], found[0][0], equal_nan=True, **loose)
+    for got, want in zip(found[1][1:], found[0][1:], strict=True):
+        known = want.isfinite()
+        torch.testing.assert_close(got[known], want[known], **loose)
 
 
 def weight_of_three() -> Tensor:
