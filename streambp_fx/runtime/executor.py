@@ -205,6 +205,7 @@ class Executor:
         if sweep is not None and sweep.unread is not None and self.parts.runs_to_the_end is None:
             self.asked.ask_where_it_counts(questions, fetch, sweep.unread)
         step.plain, step.full = self.asked.plain(questions), self.asked.full(questions)
+        step.empty_rows = self.asked.empty_rows(questions)
         if sweep is not None:
             sweep.learn(questions)
             self.padding.leave_out(step, sweep, self.asked.plain_where_it_counts(questions))

@@ -54,6 +54,7 @@ class Padding:
         ends = needed(sweep.counted, sweep.limits, runner.extents(step), head.removed)
         if plain > step.plain and self._may_differ(step, ends is not None):
             step.plain, step.full = step.plain | plain, step.full - plain
+            step.empty_rows -= plain
         full = any(r is not None and r.is_full(step) for _, r in self.runners)
         if ends is not None and not full:
             step.needed = (max(ends),) if self.parts.samples_together else ends

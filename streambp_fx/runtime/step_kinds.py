@@ -31,6 +31,7 @@ class StepKind:
         policy: what is kept for the backward, see `policy.as_checked`.
         plain: masks that hide nothing but later rows.
         full: masks under which some row may attend to all columns.
+        empty_rows: masks that may leave a row nothing to see.
         left_out: some samples are not run to the end, see NOTE [samples that have ended].
         behind: rows behind those that count hold what eager does not compute, or nothing.
         programs: of each distinct segment the traces that run (see `SegmentPrograms.traces`), whether of all
@@ -42,6 +43,7 @@ class StepKind:
     policy: Policy
     plain: frozenset[Mask]
     full: frozenset[Mask]
+    empty_rows: frozenset[Mask]
     left_out: bool
     behind: bool
     programs: frozenset[Hashable] = field(repr=False)
@@ -52,7 +54,7 @@ class StepKind:
     @property
     def way(self) -> Hashable:
         """How the step runs; the programs apart."""
-        return self.policy, self.plain, self.full, self.left_out, self.behind
+        return self.policy, self.plain, self.full, self.empty_rows, self.left_out, self.behind
 
     def covers(self, other: StepKind) -> bool:
         """True if a step of this kind runs all that one of the other kind runs."""
@@ -60,7 +62,7 @@ class StepKind:
 
     def __str__(self) -> str:
         words = ["masks in use"] if self.masked else []
-        words += ["rows that see nothing"] if self.full else []
+        words += ["rows that see nothing"] if self.empty_rows else []
         words += ["rows left out"] if self.left_out else []
         return ", ".join(words) or "nothing masked or left out"
 
@@ -111,7 +113,8 @@ def step_kind(executor: Executor, step: StepData, sweep: Sweep | None) -> StepKi
             programs.add((number, "a chunk is not run"))
     left_out, behind = step.needed is not None, step.limits is not None
     masked = not executor.parts.masks.keys() <= step.plain
-    how = (executor.checked_policy, step.plain, step.full, left_out, behind, frozenset(programs), masked)
+    masks = step.plain, step.full, step.empty_rows
+    how = (executor.checked_policy, *masks, left_out, behind, frozenset(programs), masked)
     return StepKind(*how, step.chunk, step.loss_chunk)
 
 

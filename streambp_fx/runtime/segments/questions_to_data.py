@@ -64,8 +64,8 @@ class MaskQuestions:
     def ask(self, questions: Questions, fetch: Callable[[Node], Tensor]) -> None:
         """Ask it of this step's data; `fetch` gives the whole values that masks are made of."""
         self._ask_plain(questions, "plain", fetch)
-        for mask in self.additive:
-            questions.ask(("open", mask), first_column_condition(self.known[mask], fetch))
+        for mask, known in self.known.items():
+            questions.ask(("open", mask), first_column_condition(known, fetch))
 
     def ask_where_it_counts(
         self, questions: Questions, fetch: Callable[[Node], Tensor], rows: Tensor
@@ -95,7 +95,11 @@ class MaskQuestions:
 
     def full(self, questions: Questions) -> frozenset[Mask]:
         """Masks under which some row may attend to all columns, see NOTE [rows that see nothing]."""
-        return frozenset(m for m in self.additive if questions.answer(("open", m)) == [0])
+        return self.empty_rows(questions).intersection(self.additive)
+
+    def empty_rows(self, questions: Questions) -> frozenset[Mask]:
+        """Masks that may leave a row nothing to see."""
+        return frozenset(m for m in self.known if questions.answer(("open", m)) == [0])
 
     @cached_property
     def always_full(self) -> frozenset[Mask]:

@@ -73,6 +73,7 @@ class StepData:
     Attributes:
         plain: masks that hide nothing but later rows.
         full: masks under which some row may attend to all columns.
+        empty_rows: masks that may leave a row nothing to see.
         needed: for each sample, how many of its rows have a part in the loss, or come before one that has;
             None if all are run. See NOTE [samples that have ended].
         batch: the symbol of the batch size, if it is one.
@@ -91,6 +92,7 @@ class StepData:
     training: bool = True
     plain: frozenset[Mask] = frozenset()
     full: frozenset[Mask] = frozenset()
+    empty_rows: frozenset[Mask] = frozenset()
     needed: tuple[int, ...] | None = None
     batch: sympy.Symbol | None = None
     limits: list[int] | None = None

@@ -546,8 +546,22 @@ def test_the_schedule_names_other_kinds() -> None:
         call(*batch)
     text = str(streambp_fx.schedule(model))
     assert text.count("checked against the uncompiled graph") == 1
-    assert "checked as well: steps with masks in use: agrees" in text
+    assert "checked as well: steps with masks in use, rows that see nothing: agrees" in text
     assert "checked as well: steps with rows left out: agrees" in text
+
+
+def test_rows_that_see_nothing_make_a_kind_of_their_own() -> None:
+    """A mask that hides something from every row has been checked; then one leaves some rows nothing."""
+    model = Masked().double()
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    texts = []
+    for start in (5, 0, 5):
+        ids, labels, mask = ragged()
+        mask[1, start : start + 3] = False
+        call(ids, labels, mask)
+        texts.append(str(streambp_fx.schedule(model)))
+    assert "as well" not in texts[0] and texts[1] == texts[2]
+    assert "checked as well: steps with masks in use, rows that see nothing: agrees" in texts[1]
 
 
 def test_what_dropout_draws_is_not_judged_where_nothing_can_be_told() -> None:
