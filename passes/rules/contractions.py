@@ -187,15 +187,17 @@ def attention(ctx: RuleContext, node: Node) -> Layout:
 
 
 def _check_heads(query: Any, key: Any, value: Any, grouped: bool) -> None:
-    """Queries, keys and values have the same samples and heads, but for grouped heads: nothing is broadcast.
+    """Keys and values have the same samples and heads, and queries those too, or several for each head.
 
-    The kernels for chunks read as many samples and heads of each as the queries have.
+    The kernels for chunks read as many samples of each as the queries have. One head of keys and values for
+    all is a group; more are groups where the model says so.
 
     Raises:
         NotSeparable: not so.
     """
     queries, keys, values = (shape_of(n)[:-2] for n in (query, key, value))
-    several = grouped and queries[:-1] == keys[:-1] and queries[-1] % keys[-1] == 0
+    several = len(queries) == 2 and queries[0] == keys[0] and (grouped or keys[1] == 1)
+    several = several and queries[1] % keys[1] == 0
     if keys != values or not (queries == keys or several):
         raise NotSeparable("an attention whose queries, keys or values are broadcast over samples or heads")
 
