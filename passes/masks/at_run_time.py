@@ -175,14 +175,15 @@ def _finite(leaf: sympy.Expr, facts: MaskFacts, fetch: Callable) -> Truth:
     """Whether a bias is far from finfo.min and finfo.max, so that it neither masks nor undoes a mask."""
     if leaf.is_number:
         dtype = tensor(facts.node).dtype
-        return bool(abs(leaf) < _limit(dtype if dtype.is_floating_point else torch.float16))
+        return bool(abs(leaf) < _limit(facts, dtype if dtype.is_floating_point else torch.float16))
     if not isinstance(leaf, AppliedUndef) or leaf.func.__name__ not in facts.linear:
         return False
     value = fetch(facts.linear[leaf.func.__name__])
     if not value.dtype.is_floating_point:
         return False
-    return (value.abs() < _limit(value.dtype)).all()
+    return (value.abs() < _limit(facts, value.dtype)).all()
 
 
-def _limit(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).max / 4
+def _limit(facts: MaskFacts, dtype: torch.dtype) -> float:
+    """Of a bias: all of them together, each added several times, stay below half of the greatest number."""
+    return float(torch.finfo(dtype).max / (16 * max(1, len(facts.bias))))
