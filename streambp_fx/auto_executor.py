@@ -282,12 +282,12 @@ class AutoExecutor:
         if policy != Policy() or not torch.is_grad_enabled() or not self.fills:
             return policy, rows
         cost, tried = self.costs[policy], {}
+        usual, fewest = self.options.loss_rows(self.executors[policy].sequences(others)), self._least(others)
         for own in rows_tried:
-            usual = self.options.loss_rows(self.executors[policy].sequences(others))
-            fits = self._peak(policy, tokens, others, own, usual) <= budget
-            head = usual if fits else self._least(others)
+            head, least = usual, self._peak(policy, tokens, others, own, usual)
+            if least > budget and usual > fewest:
+                head, least = fewest, self._peak(policy, tokens, others, own, fewest)
             self.space = Space(cost, cost.sizes(tokens, own, others, head), self.space)
-            least = self._peak(policy, tokens, others, own, head)
             tried[own] = self.space, least, self.space.spared[self.space.count(budget - least)]
         enough = (1 - LITTLE) * max(spared for *_, spared in tried.values())
         rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] >= enough)

@@ -147,8 +147,6 @@ def grouped_attention(graph: Graph, node: Node) -> Node | None:
         return None
     if not one_for_each(call["query"], call["key"]) or not one_for_each(call["query"], call["value"]):
         return None
-    if shape_of(key[0])[:2] != shape_of(value[0])[:2]:
-        return None
     if any(is_returned(n) for given in (call["key"], call["value"]) for n in _chain(given)):
         return None  # their gradients are those of all heads
     return insert(

@@ -361,24 +361,24 @@ def rows_that_see_nothing_under_dropout(m: Subject, x: Tensor, ids: Tensor) -> T
     return _attended(m, x, 3, 3, 3, attn_mask=~hidden, dropout_p=1e-18)
 
 
+def _under_sinks(m: Subject, x: Tensor, number: float) -> Tensor:
+    """Weights of scores and one sink a row; the same number hides the first rows' scores and their sinks."""
+    s = m.scores(x).masked_fill(later(x) | (grid(x)[1] < 3), number)
+    sinks = m.scale[:3, None, None].expand(x.shape[0], -1, x.shape[1], 1)
+    sinks = sinks.masked_fill((grid(x)[0] < 3)[None, None], number)
+    return torch.cat([s, sinks], -1).softmax(-1)
+
+
 @CASES.block(WHATEVER)
 def sinks_of_rows_that_see_nothing(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    """The same number hides the first rows' scores and their sinks: each has the same weight."""
-    hidden = later(x) | (grid(x)[1] < 3)
-    s = m.scores(x).masked_fill(hidden, HUGE)
-    sinks = m.scale[:3, None, None].expand(x.shape[0], -1, x.shape[1], 1)
-    sinks = sinks.masked_fill((grid(x)[0] < 3)[None, None], HUGE)
-    return x + m.weighted(x, torch.cat([s, sinks], -1).softmax(-1)[..., :-1])
+    """Each of what is hidden has the same weight."""
+    return x + m.weighted(x, _under_sinks(m, x, HUGE)[..., :-1])
 
 
 @CASES.block(WHATEVER)
 def sinks_without_numbers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """Minus infinity hides all of both: NaN, which is made zero."""
-    hidden = later(x) | (grid(x)[1] < 3)
-    s = m.scores(x).masked_fill(hidden, NEVER)
-    sinks = m.scale[:3, None, None].expand(x.shape[0], -1, x.shape[1], 1)
-    sinks = sinks.masked_fill((grid(x)[0] < 3)[None, None], NEVER)
-    return x + m.weighted(x, torch.cat([s, sinks], -1).softmax(-1).nan_to_num(0)[..., :-1])
+    return x + m.weighted(x, _under_sinks(m, x, NEVER).nan_to_num(0)[..., :-1])
 
 
 @CASES.block(WHATEVER)
