@@ -170,15 +170,22 @@ class UnstreamedSteps:
         """Raise the error that the original forward raises of these inputs, if it raises one.
 
         NOTE [errors of the model]: what a model says of inputs that do not fit it is the right thing to say;
-        that the same inputs cannot be captured either is not.
+        that the same inputs cannot be captured either is not. It is asked without gradients, for the memory,
+        and again with them if it fails so: a model may need them (`register_hook` of a hidden state).
         """
         devices = list({p.device for p in self.model.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), self.alone():
-            try:
-                with explained(given, self.model):
-                    self.original(*given.positional.values(), **given.keywords)
-            except torch.OutOfMemoryError:
-                return
+        for differentiated in (False, True):
+            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(differentiated), self.alone():
+                try:
+                    with explained(given, self.model):
+                        self.original(*given.positional.values(), **given.keywords)
+                except torch.OutOfMemoryError:
+                    return
+                except Exception:
+                    if differentiated:
+                        raise
+                else:
+                    return
 
     def check_first(self, given: Arguments) -> None:
         """Before the first step: are there weights to run it with, and the dims that the options name?

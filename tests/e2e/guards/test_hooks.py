@@ -432,6 +432,22 @@ def test_the_warning_names_the_hooked_module_and_the_reason() -> None:
     assert "hooks of 'layers.1' (Module-level backwards hooks" in warned[0]
 
 
+class Branching(Model):
+    """Needs gradients of its hidden states, and takes a branch by their values: it cannot be captured."""
+
+    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(inputs_embeds=x * 2.0 if x.sum() > 0 else x)
+
+
+def test_a_model_that_needs_gradients_is_not_blamed_for_running_without() -> None:
+    """Asked for its own error, it has none: what is raised is why it cannot be captured."""
+    call = streambp_fx.transform(Branching().double(), chunk=8, on_error="raise")
+    with pytest.raises(streambp_fx.CaptureError, match="could not be captured"):
+        call(IDS[0])
+
+
 def test_gradients_of_gradients_are_an_error() -> None:
     model = Model().double()
     call = torch.compile(model, backend="streambp", options={"chunk": 8})
