@@ -220,6 +220,7 @@ class Facts:
     refusals: dict[Node, str] = field(default_factory=dict)
     faults: dict[Node, str] = field(default_factory=dict)  # bugs of op rules, each taken for a refusal
     slices: set[Node] = field(default_factory=set)
+    not_linear: set[Node] = field(default_factory=set)  # NOTE [backwards that are not linear]
     masks: dict[Mask, Any] = field(default_factory=dict)
     reach: dict[Node, Reach] = field(default_factory=dict)
     needs_grad: set[Node] = field(default_factory=set)

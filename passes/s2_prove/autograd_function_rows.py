@@ -3,6 +3,13 @@
 NOTE [both directions]: a chunk of such a function is its author's forward and backward on the chunk's rows.
 So the rules have to hold for the ops of both, and the gradient of what has rows must have its rows. What the
 function reads besides (a quantised weight) may go through any op, but no gradient may come to it.
+
+NOTE [backwards that are not linear]: the backward of a function may give something where it is given zero (a
+regulariser that is added to the gradient), or not twice as much for twice the gradient (one that clips). Such
+a function is chunked where its backward runs once for each row, on the whole of that row's gradient, as
+autograd has it. So its rows are all run, also those without a part in the loss; a loss head with it does not
+take its gradient before that of the loss is known; a segment with it has one result with a gradient, since
+autograd does not run a backward to which no gradient comes; and logits made by it are not lazy.
 """
 
 from __future__ import annotations
@@ -34,12 +41,9 @@ def has_linear_backward(facts: Facts, node: Node) -> bool:
     Such a function of a weight may be called in each chunk: the sum of its gradients is that of the sum.
     """
     try:
-        call = FunctionCall(facts, node)
+        return FunctionCall(facts, node).is_linear()
     except NotSeparable:
         return False
-    arguments = len(node.args)
-    cotangents, nodes = call.placeholders[arguments:], list(call.captured.module.graph.nodes)
-    return all(is_homogeneous(nodes, cotangents, gradient) for gradient in call.results[call.outputs :])
 
 
 class FunctionCall:
@@ -104,6 +108,11 @@ class FunctionCall:
             self.gradients.append(len(results) if made else None)
             results += [gradient] if made else []
         return results
+
+    def is_linear(self) -> bool:
+        """True if the backward is proved to be linear in what it is given, and zero where that is zero."""
+        cotangents, nodes = self.placeholders[len(self.node.args) :], list(self.captured.module.graph.nodes)
+        return all(is_homogeneous(nodes, cotangents, gradient) for gradient in self.results[self.outputs :])
 
     def is_elementwise(self) -> bool:
         """True if every value has the shape of the arguments, or no dims, and is made entry by entry."""

@@ -195,6 +195,8 @@ def custom_layout(context: RuleContext, node: Node) -> Layout:
     shape, or by their rules.
     """
     call = FunctionCall(context.facts, node)
+    if not call.is_linear():
+        context.facts.not_linear.add(node)
     if call.is_elementwise():
         return align(context, call.tensors[0], call.tensors)
     context.seen.update(call.tensors)

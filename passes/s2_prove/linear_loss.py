@@ -77,6 +77,10 @@ def _homogeneous_step(node: Node, depends: set[Node]) -> bool:
         return sum(n in depends for n in node.args) == 1 and len(operands(node)) == 2
     if node.target is aten.masked_fill.Scalar:
         return first in depends and node.args[1] not in depends and node.args[2] == 0
+    if node.target is aten.where.self:
+        return first not in depends and all(n in depends for n in node.args[1:])
+    if node.target is aten.where.ScalarOther:
+        return first not in depends and node.args[2] == 0
     return _linear_step(node, depends)
 
 

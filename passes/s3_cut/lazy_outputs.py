@@ -51,7 +51,7 @@ def _is_wide(facts: Facts, node: Node) -> bool:
     random = torch.Tag.nondeterministic_seeded
     while facts.kinds.get(source) is Kind.STREAM and source not in facts.mixings:
         streamed = [n for n in operands(source) if facts.kinds[n] is Kind.STREAM]
-        if len(streamed) != 1 or random in getattr(source.target, "tags", ()):
+        if len(streamed) != 1 or random in getattr(source.target, "tags", ()) or source in facts.not_linear:
             return False
         if is_product(facts, source):
             return row_bytes(facts, node) > row_bytes(facts, streamed[0])

@@ -77,8 +77,9 @@ class Kernel:
         raise NotImplementedError
 
     def bias(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """A mask (bool, or added to the scores) as the bias of a block."""
-        return additive(mask, query)
+        """A mask (bool, or added to the scores) as the bias of a block, with four dims, as kernels ask."""
+        bias = additive(mask, query)
+        return bias if bias is None else bias[(None,) * (4 - bias.dim())]
 
     def stacked(self, query: Tensor, key: Tensor) -> int:
         """How many query heads of a group to hand over as rows of one head, where all read the same columns.

@@ -18,7 +18,7 @@ from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.recurrence import RECURRENCE
 from ..rules.op_sets import EXPANDS, RESHAPES
 from ..rules.pointwise import LIKE_ANOTHER
-from .attention_kernels import AttentionBlock, CpuFlash, additive, choose
+from .attention_kernels import AttentionBlock, CpuFlash, choose
 from .carried_state import Size, grouped_columns
 from .evaluation import Evaluation, emit
 from .prefix_attention import PrefixAttention, attend, attend_plainly, causal_block
@@ -268,10 +268,11 @@ def _on_columns(
     differ in more than rounding, so the same one is taken: heads that are broadcast and not declared as
     grouped make PyTorch fall back to plain products.
     """
-    bias = additive(_causal_block(run, query) if causal else mask, query)
+    kernel = CpuFlash()
+    bias = kernel.bias(_causal_block(run, query) if causal else mask, query, key)
     if query.shape[1] != key.shape[1] and not grouped:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
-    return CpuFlash().forward(AttentionBlock(query, key, value, bias, scale=scale))[0]
+    return kernel.forward(AttentionBlock(query, key, value, bias, scale=scale))[0]
 
 
 def _causal_block(run: Evaluation, query: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ state rows is complete: the backward of a read adds to the gradient buffer and h
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -197,10 +198,14 @@ def causal_block(prefix: Any, rows: Any, columns: Any, device: torch.device) -> 
 # [modes of a step]: this is another name.
 @torch.library.custom_op("streambp_fx::dropout_factors", mutates_args=())
 def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
-    """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed."""
+    """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed.
+
+    NOTE [32 bits of a seed]: PyTorch's generator for CPUs reads no more than the low 32 bits of its seed, and
+    ours hold the segment above them. So those that it gets are drawn from all bits.
+    """
     if probability == 1.0:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    generator = torch.Generator(device=like.device).manual_seed(seed)
+    generator = torch.Generator(device=like.device).manual_seed(random.Random(seed).getrandbits(32))
     keep = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
 

@@ -85,6 +85,8 @@ class StepParts:
         made = {n for s in self.facts.segments for n in s.outputs}
         if any(n in made for n in self.facts.results):
             return "a value by rows is an output"
+        if self.facts.not_linear:
+            return "a custom autograd function may not be linear backwards"
         streamed: set[Node] = set()
         for segment, own in zip(self.facts.segments, self.segments, strict=True):
             if not isinstance(own, Subgraph):
@@ -208,6 +210,8 @@ def one_sweep(facts: Facts, segments: list[SegmentPrograms | Subgraph], epilogue
     if not facts.segments or not isinstance(segments[-1], SegmentPrograms):
         return None
     segment, programs = facts.segments[-1], segments[-1]
+    if not facts.not_linear.isdisjoint(segment.nodes):
+        return None  # the gradient for twice a cotangent need not be twice the gradient
     wanted = [k for k, n in enumerate(epilogue.outputs) if n in facts.needs_grad]
     single = len(wanted) == 1 and len(segment.outputs) == 1 and facts.trains(segment)
     if not single or programs.states or shape_of(epilogue.outputs[wanted[0]]) != ():

@@ -14,6 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,28 @@ class Stored:
         self.asked = False
 
 
+@dataclass(frozen=True)
+class Resident:
+    """A tensor that stays where it is, and how often it had been changed in place when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+    def unchanged(self) -> Tensor:
+        """The tensor, in its shape and dtype.
+
+        Raises:
+            RuntimeError: it was changed since. Autograd itself does not look at what a hook has packed.
+        """
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(self.tensor.shape)} (a weight, a buffer, or an input "
+                "that is filled again, say) was changed between forward and backward of a streamed step"
+            )
+        return self.tensor
+
+
 class Store(ABC):
     """What both places share: which tensors go, and in which order they are fetched.
 
@@ -57,22 +80,25 @@ class Store(ABC):
         """The next segment begins that keeps something."""
         self.groups.append([])
 
-    def pack(self, tensor: Tensor) -> Tensor | Stored:
+    def pack(self, tensor: Tensor) -> Resident | Stored:
         """What autograd keeps for a tensor of any shape and dtype: itself if it stays, else where it lies."""
         if tensor.untyped_storage()._cdata in self.resident or not tensor.numel():
-            return tensor
+            return Resident(tensor, tensor._version)
         stored = Stored(len(self.groups) - 1, tensor)
         self.send(stored, tensor)
         self.groups[-1].append(weakref.ref(stored))
         return stored
 
-    def unpack(self, packed: Tensor | Stored) -> Tensor:
+    def unpack(self, packed: Resident | Stored) -> Tensor:
         """The tensor again, with its shape, dtype and device.
 
         What the segment before saved begins to come back as well.
+
+        Raises:
+            RuntimeError: it stayed, and was changed in place.
         """
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, Resident):
+            return packed.unchanged()
         if packed.arriving is None:
             self._ask(packed)
         for stored in (*self._unasked(packed.group), *self._unasked(packed.group - 1)):

@@ -169,14 +169,14 @@ class _Stage:
             execute(instruction, self.frame)
 
     def chunk(self) -> None:
-        """One chunk; what it hands on is there once."""
+        """One chunk; what it hands on is there once, laid out as the rows of a buffer are."""
         for instruction in self.loop.body:
             execute(instruction, self.frame)
         if self.gives is not None:
             rows = self.frame.tensors.pop(self.gives)
             if self.following is not None:
                 frame, buffer = self.following
-                frame.tensors[buffer] = rows
+                frame.tensors[buffer] = rows.contiguous()
 
 
 def _stages(chain: Chain, calls: Sequence[Call], frames: list[Frame]) -> list[_Stage]:

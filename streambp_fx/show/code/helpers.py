@@ -82,9 +82,11 @@ def power_of_two_above(value):
 DROPOUT_MASK = '''
 def dropout_mask(like, probability, seed):
     """Factors 0 or 1 / (1 - p), drawn from a generator with this seed."""
+    import random
+
     if probability == 1.0:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    generator = torch.Generator(device=like.device).manual_seed(seed)
+    generator = torch.Generator(device=like.device).manual_seed(random.Random(seed).getrandbits(32))
     keep = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
 '''

@@ -53,6 +53,23 @@ CASES.block(WHATEVER, name="baddbmm with alpha 0")(
 )
 
 
+def _of_three_dims(mask: Callable[[Tensor], Tensor]):
+    def block(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = heads(m.lin(x)), heads(m.lin2(x)), heads(m.v(x))
+        return x + joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask(x)))
+
+    return block
+
+
+def _bias_of_heads(x: Tensor) -> Tensor:
+    slopes = torch.tensor([0.2, 0.7, 0.1], dtype=x.dtype)
+    return (distance(x) * slopes[:, None, None]).masked_fill(later(x), NEVER)
+
+
+CASES.block(STREAMED, name="attention with one bias for each head")(_of_three_dims(_bias_of_heads))
+CASES.block(STREAMED, name="attention with a mask of three dims")(_of_three_dims(lambda x: ~later(x)[None]))
+
+
 @CASES.block(WHATEVER)
 def baddbmm_of_weights(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """Weights times values, over a base."""

@@ -47,6 +47,7 @@ MODULES += (objectives, calls, situations, experts, convolutions, reductions, re
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "selections: an indexer": "compile",
+    "attention: attention with one bias for each head": "compile",
     "selections: sorted and masked": "transform",
     "experts: sorted and put back": "transform",
     "experts: counts of other keys": "compile",

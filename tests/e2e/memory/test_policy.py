@@ -283,6 +283,18 @@ def test_disk_file_is_gone_with_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(stores) == 2 and gone(stores[1])
 
 
+@pytest.mark.parametrize("what", ["a weight", "an input"])
+def test_what_is_changed_in_place_before_the_backward_is_an_error(what: str) -> None:
+    """As without offloading: what stays on the device is what the forward has read, or there is an error."""
+    model = streambp_fx.transform(build("llama"), chunk=16, loss_chunk=8, offload="disk")
+    embeds = model.get_input_embeddings()(plain(2, 37)["input_ids"]).detach()
+    loss = model(inputs_embeds=embeds, labels=plain(2, 37)["labels"]).loss
+    with torch.no_grad():
+        (embeds if what == "an input" else model.model.layers[1].mlp.up_proj.weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+        loss.backward()
+
+
 def test_no_room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from custom_functions import Clipped, Function, StraightThrough
-from e2e_check import assert_all_chunked, check_exact, transform
+from e2e_check import assert_all_chunked, assert_close_grads, check_exact, grads, transform
 from e2e_models import HIDDEN, build, padded, plain, sample
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -243,6 +244,99 @@ def test_a_gradient_for_a_weight_is_not() -> None:
     with pytest.warns(streambp_fx.StreamBPWarning):
         _, streamed = check_exact(factory, {"T=67": plain(2, 67)}, unchunked=None)
     assert_refused(streamed, "gradient of a weight")
+
+
+# -- backwards that are not linear -----------------------------------------------------------------------
+
+
+class Regularised(Function):
+    """Adds the gradient of a penalty: there is one where the loss gives none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0.3 * ctx.saved_tensors[0]
+
+
+class Saturated(Regularised):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.tanh() * ctx.saved_tensors[0]
+
+
+class Constant(Regularised):
+    """What comes does not count."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * 0.1
+
+
+NOT_LINEAR = {f.__name__: f for f in (Regularised, Saturated, Constant)}
+
+
+class Penalised(nn.Module):
+    """A causal LM with a function in its layers, on its keys and values or on its logits.
+
+    Args:
+        place: "layers", "states", "logits", or "beside": of values that are returned beside the loss.
+    """
+
+    def __init__(self, function: Any, place: str) -> None:
+        super().__init__()
+        self.function, self.place = function, place
+        self.embed, self.head = nn.Embedding(19, 12), nn.Linear(12, 19, bias=False)
+        self.mix = nn.ModuleList(nn.Linear(12, 36) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        x, place, f, shown = self.embed(input_ids), self.place, self.function.apply, []
+        for mix, up in zip(self.mix, self.up, strict=True):
+            q, k, v = mix(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+            k, v = (f(k), f(v)) if place == "states" else (k, v)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + (f(up(x).sin()) if place == "layers" else up(x).sin())
+            shown += [f(x * 2)] if place == "beside" else []
+        logits = f(self.head(x)) if place == "logits" else self.head(x)
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), *shown
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("place", ["layers", "states", "logits", "beside"])
+@pytest.mark.parametrize("name", sample(NOT_LINEAR, "Regularised"))
+@pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")
+def test_backwards_that_are_not_linear(name: str, place: str, scale: float) -> None:
+    """Exact in rows without a label, under a loss that is scaled, and where no gradient comes."""
+    torch.manual_seed(0)
+    eager = Penalised(NOT_LINEAR[name], place)
+    streamed = copy.deepcopy(eager)
+    call = transform(streamed, logits="keep", check="never")
+    for length, ends in ((41, (12, 30)), (33, (33, 33))):
+        ids = torch.randint(19, (2, length))
+        labels = ids.where(torch.arange(length) < torch.tensor(ends)[:, None], -100)
+        for model, forward in ((eager, eager), (streamed, call)):
+            model.zero_grad()
+            (forward(ids, labels)[0] * scale).backward()
+        assert_close_grads(grads(streamed), grads(eager), 1e-10)
+    schedule = streambp_fx.schedule(call)
+    unchunked = [s.reason for s in schedule.segments if not s.chunked and s.reason]
+    assert len(unchunked) == (2 if place == "beside" else 0), unchunked
+
+
+def test_linear_backwards_leave_rows_out() -> None:
+    """What is proved to be linear costs nothing: rows without a part in the loss are not run."""
+    model = transform(with_function(Normalised))
+    model(**padded(65, "right")).loss.backward()
+    assert "all rows are run" not in str(streambp_fx.schedule(model))
+    other = transform(with_function(Clipped))
+    other(**padded(65, "right")).loss.backward()
+    assert "a custom autograd function may not be linear backwards" in str(streambp_fx.schedule(other))
 
 
 # -- several operands and results ------------------------------------------------------------------------

@@ -130,6 +130,52 @@ def test_masks_are_of_the_right_rate_and_independent() -> None:
             assert abs(agree - 0.5) < 5 * 0.5 / chunks[a].numel() ** 0.5, (a, b, agree)
 
 
+class Dropped(torch.nn.Module):
+    """Equal layers that drop, and show what they drop."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        linear = functools.partial(torch.nn.Linear, HIDDEN, HIDDEN, dtype=torch.float64, device=DEVICE)
+        self.layers = torch.nn.ModuleList(linear() for _ in range(3))
+        self.head, self.heads = linear(), heads
+
+    def forward(self, embeds: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, shown = embeds, []
+        for layer in self.layers:
+            if self.heads:  # of the weights of attention each row has one that is not zero
+                q = layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                row = torch.arange(x.shape[1], device=x.device)
+                here = row[:, None] == row
+                kept = F.scaled_dot_product_attention(q, q, torch.ones_like(q), attn_mask=here, dropout_p=0.5)
+                kept = kept.transpose(1, 2).flatten(2)
+            else:
+                kept = F.dropout(torch.ones_like(x), 0.5)
+            shown.append(kept.detach())
+            x = x + layer(x) * kept
+        return self.head(x).square().mean(), *shown
+
+
+@pytest.mark.parametrize("order", ["layers", "chunks"])
+@pytest.mark.parametrize("heads", [0, 4])
+@pytest.mark.filterwarnings("ignore:order=.chunks. changes nothing here")
+def test_equal_layers_do_not_drop_the_same(heads: int, order: str) -> None:
+    """A chunk, a layer and a step have masks of their own, on every device."""
+    model = transform(Dropped(heads), logits="keep", order=order, seq_dim={"embeds": 1})
+    embeds = torch.randn(2, 4 * CHUNK, HIDDEN, dtype=torch.float64, device=DEVICE)
+    masks = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        loss, *shown = model(embeds)
+        loss.backward()
+        kept = [layer.unflatten(-1, (heads or HIDDEN, -1))[..., 0] != 0 for layer in shown]
+        masks += [chunk for layer in kept for chunk in layer.split(CHUNK, 1)]
+    count = masks[0].numel()
+    for a, one in enumerate(masks):
+        for b, other in enumerate(masks[:a]):
+            agree = float((one == other).double().mean())
+            assert abs(agree - 0.5) < 5 * 0.5 / count**0.5, (a, b, agree)
+
+
 class DropsRows(torch.nn.Module):
     """In place of an MLP: a constant, or dropped, so that the mask shows in its gradient."""
 
