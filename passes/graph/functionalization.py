@@ -9,14 +9,17 @@ each later read of a value that was changed, by whatever name, then reads the ne
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -260,12 +263,23 @@ def _changes_operands(node: Node) -> bool:
     """True also where it cannot be tried: operands may fit only within a region of autocast."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     try:
-        with torch.no_grad(), enable_python_dispatcher(), _Changes() as changes:
+        with _unlogged(), torch.no_grad(), enable_python_dispatcher(), _Changes() as changes:
             node.target(*args, **kwargs)
     except Exception:
         return True
     leaves = pytree.tree_leaves((args, kwargs))
     return bool(changes.storages & {_storage(v) for v in leaves if isinstance(v, Tensor)})
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Within: PyTorch does not log an op that fails on fake tensors as an error of its own."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _inside(value: FunctionalTensor) -> Tensor:
