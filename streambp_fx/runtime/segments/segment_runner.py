@@ -207,13 +207,14 @@ class SegmentRunner:
     def part_of(self, buffer: Buffer, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
         """Some samples of a tensor, as a view with fewer entries in the dim of the samples.
 
+        A sum has samples where the constant has them of which it is the gradient (a value for each sample).
+
         Args:
             buffer: that the tensor is the value of.
             part: which samples; None: all of them.
         """
         assert buffer.node is not None
-        own = self.twins[buffer.node]
-        return value if buffer.kind is BufferKind.SUM else self._samples_of(own, value, part, step)
+        return self._samples_of(self.twins[buffer.node], value, part, step)
 
     def _samples_of(self, node: Node, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
         if part is None:

@@ -371,3 +371,45 @@ def test_a_step_waits_for_the_device_once(kind: str, attention: str, monkeypatch
     with reads:
         step(model, inputs)
     assert reads.found == ["tolist"]
+
+
+class Numbered(torch.nn.Module):
+    """A causal LM with trained values for each place in the batch: among rows, in a layer, in the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = functools.partial(torch.nn.Linear, 8, 8)
+        self.embed, self.first, self.second, self.mix = (
+            torch.nn.Embedding(11, 8),
+            linear(),
+            linear(),
+            linear(),
+        )
+        self.head, self.of_sample = torch.nn.Linear(8, 11), torch.nn.Parameter(torch.rand(3, 6, 8) + 0.5)
+        self.double()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        early, middle, late = self.of_sample[:, torch.arange(input_ids.shape[0])].unsqueeze(2)
+        x = self.embed(input_ids)
+        x = (x + self.second(self.first(x).sin())) * early
+        q = self.mix(x).unsqueeze(1)
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q * middle.unsqueeze(1), is_causal=True)
+        logits = self.head((x + y.squeeze(1)) * late)
+        targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_values_of_samples_have_their_own_gradients(rows_run: Counter) -> None:
+    """A sum over the chunks of some samples goes to those alone."""
+    torch.manual_seed(0)
+    eager = Numbered()
+    model = transform(copy.deepcopy(eager), check="never")
+    for lengths in ((40, 9, 5), (9, 40, 3, 20), (12, 30)):
+        ids = torch.randint(0, 11, (len(lengths), 40))
+        labels = ids.where(torch.arange(40) < torch.tensor(lengths)[:, None], -100)
+        rows_run.clear()
+        for m in (eager, model):
+            m.zero_grad()
+            m(ids, labels).backward()
+        assert_close_grads(grads(model), grads(eager), 1e-10)
+        assert rows_run["loss"] < len(lengths) * 40, "samples end where they do"
