@@ -77,9 +77,9 @@ class Kernel:
         raise NotImplementedError
 
     def bias(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """A mask (bool, or added to the scores) as the bias of a block, with four dims, as kernels ask."""
+        """A mask (bool, or added to the scores) as the bias of a block, of two dims or four."""
         bias = additive(mask, query)
-        return bias if bias is None else bias[(None,) * (4 - bias.dim())]
+        return bias if bias is None or bias.dim() in (2, 4) else bias[(None,) * (4 - bias.dim())]
 
     def stacked(self, query: Tensor, key: Tensor) -> int:
         """How many query heads of a group to hand over as rows of one head, where all read the same columns.
