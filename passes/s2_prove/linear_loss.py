@@ -8,6 +8,7 @@ sweep computes the values, autograd differentiates the epilogue, and a second sw
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -26,10 +27,13 @@ LINEAR_IN_FIRST = {
     aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default, aten.to.dtype,
     aten.to.device, aten.to.dtype_layout, aten.contiguous.default, aten.clone.default, aten.expand.default,
     aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.nll_loss_nd.default, aten.index.Tensor,
-    aten.alias.default, aten.flatten.using_ints, aten.detach.default,
+    aten.alias.default, aten.flatten.using_ints, aten.detach.default, aten.chunk.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem, aten.unflatten.int,
+    aten.movedim.int, aten.movedim.intlist, aten.t.default, aten.mT.default, aten.flip.default,
+    aten.roll.default, aten.tril.default, aten.triu.default, aten.cumsum.default,
 }  # fmt: skip
 # ops that are linear in all operands together
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.matmul.default}
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.matmul.default, aten.linear.default}
 LINEAR_IN_ALL = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from graphs import OneLayer, facts_of
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx.passes.graph.facts import Kind
-from streambp_fx.passes.s2_prove.linear_loss import is_linear
+from streambp_fx.passes.s2_prove.linear_loss import is_homogeneous, is_linear
 
 
 def log_probabilities(model: OneLayer, ids: Tensor) -> Tensor:
@@ -68,3 +69,45 @@ def test_steps(objective: Any, expected: bool) -> None:
     facts = facts_of(both, torch.randint(0, 11, (2, 13)))
     rows, target = next(n for n in facts.nodes if n.op == "output").args[0]
     assert is_linear(facts, [rows], target) is expected
+
+
+# Backwards of custom autograd functions, of a gradient and what was saved (4, 6).
+HOMOGENEOUS = {
+    "scaled": lambda g, x: g * 0.5 - g / 3,
+    "of a norm": lambda g, x: x * g - x * x.rsqrt() * (x * g).mean(-1, keepdim=True),
+    "rotated": lambda g, x: torch.cat((g.chunk(2, -1)[1], -g.chunk(2, -1)[0]), -1) * x.sin(),
+    "halves": lambda g, x: torch.stack(g.split(3, -1), -1).flatten(1),
+    "by a matrix": lambda g, x: F.linear(g, x),
+    "a product": lambda g, x: g @ x.mT,
+    "where": lambda g, x: torch.where(x > 0, g, g * 2),
+    "filled": lambda g, x: g.masked_fill(x > 0, 0.0),
+    "cast": lambda g, x: g.float().double().triu().flip(0),
+}
+NOT_HOMOGENEOUS = {
+    "a penalty": lambda g, x: g + x,
+    "nothing of it": lambda g, x: x * 2,
+    "clipped": lambda g, x: g.clamp(-1, 1),
+    "divided by its norm": lambda g, x: g / g.norm(),
+    "its square": lambda g, x: g * g,
+    "its sign": lambda g, x: torch.where(g > 0, x, -x),
+    "a bias": lambda g, x: F.linear(g, x, x[:, 0]),
+    "filled with one": lambda g, x: g.masked_fill(x > 0, 1.0),
+    "chosen by itself": lambda g, x: torch.where(g > 0, g, g * 2),
+    "products of both": lambda g, x: g @ g.mT,
+    "a one beside it": lambda g, x: torch.cat((g, x)),
+    "rounded": lambda g, x: g.to(torch.int64).double(),
+}
+
+
+@pytest.mark.parametrize(
+    "name, expected", [*((n, True) for n in HOMOGENEOUS), *((n, False) for n in NOT_HOMOGENEOUS)]
+)
+def test_what_is_proved_of_a_backward(name: str, expected: bool) -> None:
+    backward = {**HOMOGENEOUS, **NOT_HOMOGENEOUS}[name]
+    given = (torch.randn(4, 6, dtype=torch.float64), torch.rand(4, 6, dtype=torch.float64) + 0.5)
+    graph = make_fx(backward, tracing_mode="fake", pre_dispatch=True)(*given).graph
+    gradient = next(iter(graph.nodes))
+    assert is_homogeneous(graph.nodes, [gradient], graph.output_node().args[0]) is expected
+    if expected:
+        torch.testing.assert_close(backward(given[0] * 3, given[1]), 3 * backward(*given))
+        assert not backward(given[0] * 0, given[1]).any()
