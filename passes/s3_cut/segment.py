@@ -298,9 +298,9 @@ def _judge(facts: Facts, piece: Segment) -> None:
         if piece.chunked and row_axis(facts, node) is None:
             piece.chunked, piece.refused = False, node
             piece.reason = "a value at its border cannot be stored by rows"
-    changing = [n for n in piece.nodes if n in facts.not_linear and n in facts.needs_grad]
-    if piece.chunked and changing and sum(n in facts.needs_grad for n in piece.outputs) > 1:
-        piece.chunked, piece.refused = False, changing[0]  # NOTE [backwards that are not linear]
+    not_linear = [n for n in piece.nodes if n in facts.not_linear and n in facts.needs_grad]
+    if piece.chunked and not_linear and sum(n in facts.needs_grad for n in piece.outputs) > 1:
+        piece.chunked, piece.refused = False, not_linear[0]  # NOTE [backwards that are not linear]
         piece.reason = "a custom autograd function, whose backward may not be linear, amid several results"
     lengths = {
         a.removed: n for n in (*piece.rows, *piece.nodes) for a in facts.layouts.get(n) or () if a is not None

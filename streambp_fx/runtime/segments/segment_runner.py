@@ -204,19 +204,15 @@ class SegmentRunner:
         own = (place, step.resolve(place.inner)) if place is not None else None
         return counts(coefficients, dim, step.resolve(axis.inner), own, self.extents(step))
 
-    def part_of(self, buffer: Buffer, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
+    def _samples_of(self, node: Node, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
         """Some samples of a tensor, as a view with fewer entries in the dim of the samples.
 
         A sum has samples where the constant has them of which it is the gradient (a value for each sample).
 
         Args:
-            buffer: that the tensor is the value of.
+            node: that the tensor is the value or the gradient of.
             part: which samples; None: all of them.
         """
-        assert buffer.node is not None
-        return self._samples_of(self.twins[buffer.node], value, part, step)
-
-    def _samples_of(self, node: Node, value: Tensor, part: SampleRange | None, step: StepData) -> Tensor:
         if part is None:
             return value
         assert isinstance(self.samples, Samples)
@@ -254,7 +250,9 @@ class SegmentRunner:
             elif buffer in frame.passing:
                 args.append(frame.tensors[buffer])
             else:
-                value = self.part_of(buffer, frame.tensors[buffer], block.part, step)
+                assert buffer.node is not None
+                node = self.twins[buffer.node]
+                value = self._samples_of(node, frame.tensors[buffer], block.part, step)
                 there = buffer in frame.columns  # no others are held
                 args.append(value if there else self.input(buffer, value, extent, own, index))
         program = self.program(kind, extent, own, args, price)
