@@ -166,8 +166,9 @@ class AutoExecutor:
 
         NOTE [longer chunks on GPUs]: a GPU takes less time for a few long kernels than for many short ones: a
         step of 16,384 tokens, 8 layers of Qwen3-8B's sizes, takes 0.84 s in chunks of 2048 rows and 0.76 s in
-        chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md). Saving more in
-        chunks of 2048 rows spares no time there. So where there is memory to fill, longer chunks come first.
+        chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md). Saving 16 GiB
+        spares no time in chunks of 2048 rows, and a seventh in those of 8192 (H200). So where there is
+        memory to fill, longer chunks come first.
         """
         chosen_for_rows = isinstance(found.policy.save, Saving)  # what is saved of which chunk
         if self.options.chunk != "auto" or chosen_for_rows or _on_cpu(_tensors(inputs)):

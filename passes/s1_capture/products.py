@@ -138,6 +138,22 @@ def _chain(node: Node) -> list[Node]:
     return found
 
 
+@rewrite(aten.to.dtype, aten._to_copy.default)
+def cast_heads(graph: Graph, node: Node) -> Node | None:
+    """A cast of repeated heads repeats heads that are cast: under autocast they are seen as repeated too."""
+    source, dtype = node.args[0], node.meta["val"].dtype
+    transposed = source.target is aten.transpose.int and len(source.users) == 1
+    repeated = source.args[0] if transposed else source
+    found = grouped_source(repeated)
+    if found is None or source.meta["val"].device != node.meta["val"].device or len(repeated.users) > 1:
+        return None
+    if any(is_returned(n) for n in (node, source, *_chain(repeated))):
+        return None  # their gradients are those of all heads
+    heads, count = found
+    made = insert(graph, node, aten.repeat_interleave.self_int, cast(graph, node, heads, dtype), count, 1)
+    return insert(graph, node, aten.transpose.int, made, *source.args[1:]) if transposed else made
+
+
 @rewrite(aten.scaled_dot_product_attention.default)
 def grouped_attention(graph: Graph, node: Node) -> Node | None:
     """Hand the kernel the heads as they are: repeated keys and values are never stored."""

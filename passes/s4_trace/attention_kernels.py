@@ -65,7 +65,13 @@ class AttentionBlock:
 
 
 class Kernel:
-    """One kernel, forwards and backwards, on one block of columns."""
+    """One kernel, forwards and backwards, on one block of columns.
+
+    Attributes:
+        by_autograd: PyTorch differentiates what `forward` calls.
+    """
+
+    by_autograd = True
 
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """True if the kernel takes these operands; without a mask, also as causal blocks.
@@ -182,6 +188,8 @@ class CudaCudnn(Kernel):
     backward of each block (torch/distributed/tensor/experimental/_context_parallel).
     """
 
+    by_autograd = False
+
     def applies(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """On CUDA without a mask, in half precision with heads up to 128, where cuDNN is preferred."""
         if mask is not None or not _on_cuda(query, key, value):
@@ -262,14 +270,18 @@ class CudaEfficient(Kernel):
 KERNELS: tuple[Kernel, ...] = (CpuFlash(), CudaCudnn(), CudaFlash(), CudaEfficient())
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Kernel | None:
+def choose(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, by_autograd: bool = False
+) -> Kernel | None:
     """The first kernel that takes these operands; None: attention goes the plain way.
 
     Args:
         query, key, value: with shapes and dtypes as in `Block`.
         mask: bool or float, (B, H, c, n) or what broadcasts to it; None: every row reads every column.
+        by_autograd: it has to be one that PyTorch differentiates.
     """
-    return next((k for k in KERNELS if k.applies(query, key, value, mask)), None)
+    kernels = (k for k in KERNELS if k.by_autograd or not by_autograd)
+    return next((k for k in kernels if k.applies(query, key, value, mask)), None)
 
 
 def _dtype(*operands: Tensor) -> torch.dtype | None:

@@ -18,7 +18,7 @@ from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.recurrence import RECURRENCE
 from ..rules.op_sets import EXPANDS, RESHAPES
 from ..rules.pointwise import LIKE_ANOTHER
-from .attention_kernels import AttentionBlock, CpuFlash, choose
+from .attention_kernels import AttentionBlock, choose
 from .carried_state import Size, grouped_columns
 from .evaluation import Evaluation, emit
 from .prefix_attention import PrefixAttention, attend, attend_plainly, causal_block
@@ -244,34 +244,28 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     if kernel is not None and not torch.is_grad_enabled():
         bias = kernel.bias(mask, query, key)
         return attend(kernel, query, key, value, bias, run.ranges.prefix, causal, call["scale"])[0]
-    if isinstance(kernel, CpuFlash):
-        return _on_columns(run, query, key, value, mask, causal, call["scale"], call["enable_gqa"])
     if causal:
         mask = _causal_block(run, query)
-    drop = (lambda w: run.dropout(node, w, call["dropout_p"])) if call["dropout_p"] > 0.0 else None
+    if call["dropout_p"] == 0.0:
+        return _on_columns(query, key, value, mask, call["scale"], call["enable_gqa"])
+    drop = lambda w: run.dropout(node, w, call["dropout_p"])  # noqa: E731
     return attend_plainly(query, key, value, mask, call["scale"], drop)
 
 
 def _on_columns(
-    run: Evaluation,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
 ) -> Tensor:
     """Without gradient buffers, where reads are differentiated as columns: by PyTorch's own backward.
 
     NOTE [the kernel that eager uses]: where every score of a row is the same huge negative number, kernels
-    differ in more than rounding, so the same one is taken: heads that are broadcast and not declared as
-    grouped make PyTorch fall back to plain products.
+    differ in more than rounding, so on a CPU the same one is taken: heads that are broadcast and not declared
+    as grouped make PyTorch fall back to plain products. On CUDA it could take cuDNN's, which gives a row that
+    sees nothing a mean of values, see NOTE [numbers of kernels].
     """
-    kernel = CpuFlash()
-    bias = kernel.bias(_causal_block(run, query) if causal else mask, query, key)
-    if query.shape[1] != key.shape[1] and not grouped:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=scale)
+    kernel = choose(query, key, value, mask, by_autograd=True)
+    if kernel is None or (query.shape[1] != key.shape[1] and not grouped):
+        return attend_plainly(query, key, value, mask, scale)
+    bias = kernel.bias(mask, query, key)
     return kernel.forward(AttentionBlock(query, key, value, bias, scale=scale))[0]
 
 

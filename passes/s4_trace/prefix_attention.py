@@ -174,10 +174,15 @@ def attend_plainly(
         dropout: applied to the attention weights (B, H, c, n); None: no dropout.
     """
     groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
-    if dropout is None:
+    if dropout is None and query.device.type == "cpu":
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=groups > 1
         )
+    if dropout is None:
+        bias = additive(mask, query)
+        return torch.ops.aten._scaled_dot_product_attention_math.default(
+            query, key, value, bias, scale=scale, enable_gqa=groups > 1
+        )[0]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale

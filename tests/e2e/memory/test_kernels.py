@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import streambp_fx
 from streambp_fx.passes.cost.program import program_cost
 from streambp_fx.passes.graph.facts import expression, tensors_of
-from streambp_fx.passes.s4_trace import attention_kernels, cudnn_blocks, prefix_attention
+from streambp_fx.passes.s4_trace import attention_kernels, chunk_ops, cudnn_blocks, prefix_attention
 from streambp_fx.passes.s4_trace.attention_kernels import choose
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -239,6 +239,25 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         cost, of_cpu_cost = (program_cost(t.module, {}) for t in (traced, of_cpu))
         assert cost.flops == of_cpu_cost.flops != 0
     assert schedule.cost.timeline(schedule.cost.sizes(1000))
+
+
+@pytest.mark.usefixtures("cuda_ops")
+def test_reads_that_are_differentiated_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel that takes masks and that autograd knows: never by PyTorch's own choice.
+
+    That could be cuDNN's, which gives a row that sees nothing a mean of values.
+    """
+    monkeypatch.setattr(attention_kernels, "KERNELS", KERNELS["cudnn, efficient"])
+    monkeypatch.setattr(chunk_ops, "_in_place", lambda run, key, value: None)
+    factory = functools.partial(build, "llama", dtype=FULL)
+    batches = {"left": padded(67, "left", (29, 0)), "T=67": plain(2, 67)}
+    _, streamed = check_exact(factory, batches)
+    assert_all_chunked(streamed)
+    runners = streambp_fx.schedule(streamed).cost.executor.runners
+    traces = [t for r in runners if r is not None for each in r.programs.traces.values() for t in each]
+    ops = [str(n.target) for t in traces for n in t.module.graph.nodes]
+    assert any("_efficient_attention_backward" in op for op in ops)
+    assert not any("for_cpu_backward" in op or "cudnn_attention" in op for op in ops)
 
 
 @pytest.mark.parametrize("name", sample(["flash", "cudnn", "efficient"]))

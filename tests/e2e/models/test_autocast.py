@@ -68,6 +68,19 @@ def test_bfloat16(family: str, impl: str, door: str) -> None:
     assert 0 < ours <= 1.1 * theirs, f"{ours:.4e} against eager's {theirs:.4e}"
 
 
+@pytest.mark.parametrize("impl", ["sdpa", "eager"])
+def test_heads_that_are_repeated_before_a_cast_are_stored_once(impl: str) -> None:
+    """Rotated keys are float32, repeated, and then cast."""
+    model = streambp_fx.transform(build("llama", impl, dtype=torch.float32), **OPTIONS)
+    gradients(model, model, padded(67, "left", (29, 0)), torch.bfloat16)
+    projections = model.model.layers[0].self_attn
+    width = projections.k_proj.out_features
+    assert width < projections.q_proj.out_features
+    for segment in streambp_fx.schedule(model).segments:
+        of_two = 2 * width * torch.bfloat16.itemsize  # samples
+        assert all(size == of_two for size in segment.carried_state.values()), segment.carried_state
+
+
 @pytest.mark.parametrize("scale", sample([1.0, 2.0**14], 2.0**14))
 def test_float16(scale: float) -> None:
     """Without a scale eager's small gradients vanish; ours must not be worse, with or without."""
