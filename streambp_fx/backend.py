@@ -20,6 +20,7 @@ from .checking.result import SelfCheck
 from .checking.self_check import self_check
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
+from .dynamo.skipped_frames import warn_of_skipped_frames
 from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame, unwrapped
 from .errors import CompileError
 from .models.experts import declare_experts
@@ -116,6 +117,7 @@ def _options(given: object) -> Options:
 setattr(streambp, MARK, True)
 trace_recorders()
 trace_padding_masks()
+warn_of_skipped_frames()
 
 
 def compile_graph(

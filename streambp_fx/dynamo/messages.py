@@ -22,8 +22,8 @@ def _loggers() -> list[Any]:
 LOGGERS = _loggers()
 
 
-def in_plain_words(model: nn.Module, error: BaseException) -> str:
-    """Dynamo's reason without its logs, and the line of the model's source where it stopped."""
+def reason_and_line(error: BaseException) -> tuple[str, str]:
+    """Dynamo's reason without its logs, and the line of the source where it stopped."""
     text = str(error).split("Developer debug context")[0].split("Set TORCH")[0]
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     code = [k for k, line in enumerate(lines) if line.strip().startswith("File ")]
@@ -32,7 +32,12 @@ def in_plain_words(model: nn.Module, error: BaseException) -> str:
     if stack:
         frame = stack[-1]
         where = f'File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
-    reason = "\n".join(line for line in lines[:12] if "from user code" not in line)[:1500]
+    return "\n".join(line for line in lines[:12] if "from user code" not in line)[:1500], where
+
+
+def in_plain_words(model: nn.Module, error: BaseException) -> str:
+    """An error of a model that Dynamo could not capture, with the line of the model's source."""
+    reason, where = reason_and_line(error)
     return (
         f"the forward of {type(model).__name__} could not be captured as one graph.\n{reason}\n"
         f"The line of the model is:\n  {where}\n"

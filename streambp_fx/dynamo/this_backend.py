@@ -75,8 +75,13 @@ beside_the_trace = torch.compiler.disable(
 @torch._dynamo.assume_constant_result
 def is_traced_for_us() -> bool:
     """True while Dynamo traces for this project's backend, by whatever door."""
+    return is_ours(InstructionTranslator.current_tx().output.compiler_fn)
+
+
+def is_ours(backend: Any) -> bool:
+    """True for this project's backend, and for what others have wrapped around it."""
     seen: set[int] = set()
-    pending: list[Any] = [InstructionTranslator.current_tx().output.compiler_fn]
+    pending: list[Any] = [backend]
     while pending:
         found = pending.pop()
         if found is None or id(found) in seen:

@@ -43,6 +43,65 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+# ---- graphs that end
+
+
+class Looped(nn.Module):
+    """A model whose graph ends within a loop or behind it."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.model, self.within = build("llama", num_hidden_layers=1), within
+
+    def forward(self, **given: Any) -> Any:
+        for _ in range(2):
+            out = self.model(**given)
+            if self.within:
+                torch._dynamo.graph_break()
+        if not self.within:
+            torch._dynamo.graph_break()
+        return out
+
+
+class LoopedAnew(Looped):
+    """The same, in code of its own: Dynamo remembers of which code it compiles nothing."""
+
+    def forward(self, **given: Any) -> Any:
+        k = 0
+        while k < 2:
+            out, k = self.model.model(given["input_ids"]), k + 1
+            torch._dynamo.graph_break()
+        return {"loss": out[0].square().mean()}
+
+
+def test_a_graph_that_ends_within_a_loop() -> None:
+    """Dynamo compiles nothing of the function then and calls no backend; what it calls is compiled."""
+    model = Looped(within=True)
+    told = train(torch.compile(model, backend="streambp", options=OPTIONS))
+    assert len(told) == 1 and "Looped.forward runs unstreamed: a graph ends within a loop" in told[0], told
+    assert "graph_break" in told[0] and __file__ in told[0]
+    assert status(model).streamed
+
+
+def test_where_it_may_not_end_there_is_an_error_and_no_warning() -> None:
+    call = torch.compile(LoopedAnew(True), backend="streambp", options=OPTIONS, fullgraph=True)
+    with pytest.raises(Exception, match="graph_break"), warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        call(**BATCH)
+
+
+def test_other_compilers_are_not_spoken_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        torch.compile(LoopedAnew(True), backend="eager")(**BATCH)
+
+
+def test_a_graph_that_ends_elsewhere() -> None:
+    model = Looped(within=False)
+    assert train(torch.compile(model, backend="streambp", options=OPTIONS)) == []
+    assert status(model).streamed
+
+
 # ---- under another torch.compile: streamed, in a graph of its own
 
 
