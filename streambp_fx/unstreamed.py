@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from .dynamo.this_backend import goes_on_behind
 from .errors import StreamBPWarning
 from .passes.graph.facts import Facts, Segment
 from .passes.graph.sources import source_line, source_name
@@ -105,9 +106,19 @@ def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None
 
 
 def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
-    """A warning if the graph reads along something longer than one; without attention, a line in the log."""
+    """A warning if the graph reads along something longer than one, or is the rest of one that has ended.
+
+    Any other without attention is a line in the log: a function of a loss, say, that is compiled by itself.
+    """
+    behind = goes_on_behind()
     if any(size > 1 for size in lengths_read(module)):
         warn(f"the graph runs unstreamed: {lengths.reason}")
+    elif behind is not None:
+        warn(
+            f"what comes behind the graph break at {behind} runs unstreamed, with all its activations, the "
+            "logits among them: each graph is streamed by itself, and in this one no op reads along the "
+            "sequence. With fullgraph=True a graph break is an error that says what it is due to"
+        )
     else:
         log.info("the graph runs as it is: %s", lengths.reason)
 

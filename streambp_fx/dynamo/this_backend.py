@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends import distributed
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +25,13 @@ def modules_of_frame() -> Iterator[nn.Module]:
     for value in tree_leaves(dict(context.f_locals)):
         if isinstance(value, nn.Module):
             yield from value.modules()
+
+
+def goes_on_behind() -> str | None:
+    """File and line of the graph break behind which the frame being compiled goes on, if it does."""
+    code = InstructionTranslator.current_tx().f_code
+    found = re.match(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_.*_at_(\d+)", code.co_name)
+    return None if found is None else f"{code.co_filename}:{found[1]}"
 
 
 def unwrapped(error: Exception) -> Exception:

@@ -102,6 +102,32 @@ def test_a_graph_that_ends_elsewhere() -> None:
     assert status(model).streamed
 
 
+class HeadBehind(nn.Module):
+    """A graph ends between the layers and the loss head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("llama", num_hidden_layers=1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.model.model(input_ids)[0]
+        torch._dynamo.graph_break()
+        logits = self.model.lm_head(hidden).flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}
+
+
+def test_a_part_behind_a_graph_break() -> None:
+    model = HeadBehind()
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            call(BATCH["input_ids"], BATCH["labels"])["loss"].backward()
+    told = [str(w.message) for w in caught if issubclass(w.category, StreamBPWarning)]
+    assert len(told) == 1 and "what comes behind the graph break" in told[0], told
+    assert f"{__file__}:" in told[0]
+
+
 # ---- under another torch.compile: streamed, in a graph of its own
 
 
