@@ -43,7 +43,7 @@ def _ended(given: CallbackArgs) -> None:
 
 
 def _gives_up(error: BaseException) -> bool:
-    """True if a graph has ended within a loop: there are frames with nothing to compile, which is no news."""
+    """True if a graph has ended, within a loop say. Frames with nothing to compile are no news."""
     return getattr(error, "skip_frame", False) or "for/while loop" in str(error)
 
 
@@ -63,8 +63,9 @@ def _warn(code: CodeType, error: BaseException) -> None:
     reason, where = reason_and_line(error)
     name = getattr(code, "co_qualname", code.co_name)
     warnings.warn(
-        f"{name} runs unstreamed: a graph ends within a loop of it, and then Dynamo compiles nothing of the "
-        f"function, but for other functions that it calls.\n{reason}\nThe line is:\n  {where}\n"
+        f"{name} runs unstreamed: a graph of it ends where Dynamo cannot go on, as within a loop, so Dynamo "
+        "compiles nothing of the function, but for other functions that it calls.\n"
+        f"{reason}\nThe line is:\n  {where}\n"
         "Rewrite that line, or move it out of the loop. With fullgraph=True this is an error",
         StreamBPWarning,
         stacklevel=2,
