@@ -264,7 +264,7 @@ def _on_columns(
     """
     kernel = choose(query, key, value, mask, by_autograd=True)
     if kernel is None or (query.shape[1] != key.shape[1] and not grouped):
-        return attend_plainly(query, key, value, mask, scale)
+        return attend_plainly(query, key, value, mask, scale, grouped=grouped)
     bias = kernel.bias(mask, query, key)
     return kernel.forward(AttentionBlock(query, key, value, bias, scale=scale))[0]
 

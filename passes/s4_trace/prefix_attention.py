@@ -163,7 +163,13 @@ class PrefixAttention(torch.autograd.Function):
 
 
 def attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropout: Any = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: Any = None,
+    grouped: bool = True,
 ) -> Tensor:
     """Attention as products and a softmax: any device, any head sizes, and dropout.
 
@@ -172,17 +178,15 @@ def attend_plainly(
 
     Args:
         dropout: applied to the attention weights (B, H, c, n); None: no dropout.
+        grouped: fewer heads of keys are declared as groups to PyTorch, and not broadcast.
     """
     groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
-    if dropout is None and query.device.type == "cpu":
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=groups > 1
-        )
     if dropout is None:
+        given = {"scale": scale, "enable_gqa": grouped and groups > 1}
+        if query.device.type == "cpu":
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, **given)
         bias = additive(mask, query)
-        return torch.ops.aten._scaled_dot_product_attention_math.default(
-            query, key, value, bias, scale=scale, enable_gqa=groups > 1
-        )[0]
+        return torch.ops.aten._scaled_dot_product_attention_math.default(query, key, value, bias, **given)[0]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
