@@ -182,7 +182,7 @@ def attend_plainly(
     """
     groups = query.shape[1] // key.shape[1] if query.dim() == 4 else 1
     if dropout is None:
-        given = {"scale": scale, "enable_gqa": grouped and groups > 1}
+        given: dict[str, Any] = {"scale": scale, "enable_gqa": grouped and groups > 1}
         if query.device.type == "cpu":
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, **given)
         bias = additive(mask, query)
