@@ -8,7 +8,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._dynamo.exc import SkipFrame, Unsupported
+from torch._dynamo.exc import Unsupported
 
 from ..errors import StreamBPWarning
 from .messages import reason_and_line
@@ -34,17 +34,15 @@ def warn_of_skipped_frames() -> None:
 
 
 def _ended(given: CallbackArgs) -> None:
-    """Dynamo has ended with a frame; the error is that with which it gives it up, if it does."""
+    """Dynamo has ended with a frame; the error is that with which it gives it up, if it does.
+
+    Frames with nothing to compile are given up with another error: those are no news.
+    """
     error = sys.exc_info()[1]
-    if isinstance(error, Unsupported | SkipFrame) and _gives_up(error):
+    if isinstance(error, Unsupported) and error.skip_frame:
         code = _code_for_us(sys._getframe())
         if code is not None:
             _warn(code, error)
-
-
-def _gives_up(error: BaseException) -> bool:
-    """True if a graph has ended, within a loop say. Frames with nothing to compile are no news."""
-    return getattr(error, "skip_frame", False) or "for/while loop" in str(error)
 
 
 def _code_for_us(frame: FrameType | None) -> CodeType | None:
