@@ -16,7 +16,7 @@ from torch import nn
 
 from ..dynamo.copied_functions import copy_of
 from ..dynamo.this_backend import is_traced_for_us
-from ..versions.differences import recording_module
+from ..versions.differences import called_while_traced, recording_module
 
 
 def trace_recorders() -> None:
@@ -47,9 +47,7 @@ def collector_kept() -> Iterator[None]:
 def _trace(install: types.FunctionType) -> None:
     same = copy_of(install)
 
-    @torch._dynamo.assume_constant_result
-    def installed(model: nn.Module) -> None:
-        install(model)
+    installed = called_while_traced(lambda model: install(model))
 
     def stands_in(model: nn.Module) -> None:
         if is_traced_for_us():

@@ -43,6 +43,7 @@ DIFFERENCES = (
     Difference("deciding_what_stays_whole", "torch", "2.12"),
     Difference("offload_ops", "torch", "2.12"),
     Difference("fsdp_groups", "torch", "2.12"),
+    Difference("called_while_traced", "torch", "2.12"),
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
     Difference("collective", "torch", "2.13"),
@@ -131,6 +132,29 @@ def fsdp_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     found = [state._fsdp_param_group] if several is None else several
     return [g for g in found if g is not None]
+
+
+def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A function that Dynamo calls while it traces, and does not look into.
+
+    Before 2.12 what it marks so cannot be given a module, which is no constant to it.
+
+    Args:
+        function: of a module, or of another object that Dynamo knows; it returns nothing.
+    """
+    if TORCH >= (2, 12):
+        marked: Callable[[Any], None] = torch._dynamo.assume_constant_result(function)
+        return marked
+
+    def traced(context: Any) -> None:
+        function(context.get_local("given")._i_will_not_complain_if_bc_breaks_VariableTracker().value)
+
+    def call(given: Any) -> None:
+        from torch._dynamo.comptime import comptime  # here, so that Dynamo knows where it comes from
+
+        comptime(traced)
+
+    return call
 
 
 def recording_module() -> ModuleType | None:

@@ -76,7 +76,7 @@ Scenario = Callable[[Any, Callable[..., Any], Record], None]
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + 10 * length + batch)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * seed + 10 * length + batch)
     return torch.randint(0, VOCAB, (batch, length), generator=generator)
 
 
@@ -341,7 +341,7 @@ def compare_with_differences(model: nn.Module, call: Callable[..., Any], eps: fl
     value = loss()
     value.backward()
     assert math.isfinite(float(value))
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     for name, parameter in model.named_parameters():
         direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         direction /= direction.norm()

@@ -49,7 +49,7 @@ class RandomModel(nn.Module):
         self.last = Subject(parts=parts)
         self.embed = self.last.embed
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in entries])
-        generator = torch.Generator().manual_seed(plan.seed)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(plan.seed)
         self.double().train()
         with torch.no_grad():
             for p in self.parameters():
@@ -109,7 +109,7 @@ Seen = tuple[float, dict[str, Any], dict[str, Tensor]]
 def steps(plan: Plan, model: RandomModel, call: Callable[..., Any]) -> Iterator[Seen]:
     """Loss, gradients and state after each step."""
     for number, (batch, length) in enumerate(plan.sizes):
-        generator = torch.Generator().manual_seed(plan.seed + number)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(plan.seed + number)
         ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
         model.zero_grad()
         _between(plan, model, number)
@@ -257,7 +257,12 @@ def _compare_with_itself(plan: Plan, model: RandomModel, call: Callable[..., Any
         assert a[0] == b[0], f"{a[0]} and {b[0]} with one seed"
         _compare(a, b, "once more")
     batch, length = plan.sizes[0]
-    ids = torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(plan.seed))
+    ids = torch.randint(
+        0,
+        VOCAB,
+        (batch, length),
+        generator=torch.Generator(torch.get_default_device()).manual_seed(plan.seed),
+    )
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def loss() -> Tensor:
@@ -266,7 +271,7 @@ def _compare_with_itself(plan: Plan, model: RandomModel, call: Callable[..., Any
 
     model.zero_grad()
     loss().backward()
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     along = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
     expected = sum(
         float((p.grad * d).sum()) for p, d in zip(parameters, along, strict=True) if p.grad is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import assert_all_chunked, compare, in_double, transform
-from e2e_models import HIDDEN, build, padded, plain, sample
+from e2e_models import DEVICE, HIDDEN, build, padded, plain, sample
 from torch import Tensor, nn
 
 import streambp_fx
@@ -73,7 +73,7 @@ class Grouped(nn.Module):
 def model_of() -> Any:
     model = build("llama")
     for layer in model.model.layers:
-        layer.mlp = Grouped()
+        layer.mlp = Grouped().to(DEVICE)
     return model
 
 

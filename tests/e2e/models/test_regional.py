@@ -10,7 +10,7 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, grads, in_double, step
 from e2e_memory import measure
-from e2e_models import build, padded, plain, sample
+from e2e_models import DEVICE, build, padded, plain, sample
 
 import streambp_fx
 from streambp_fx import backend
@@ -91,8 +91,8 @@ def test_one_layer_by_hand() -> None:
     layer, twin = model.layers[0], copy.deepcopy(model.layers[0])
     call = torch.compile(twin, backend="streambp", options=OPTIONS)
     for length in (67, 50):
-        hidden = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
-        positions = torch.arange(length)[None]
+        hidden = torch.randn(2, length, 32, dtype=torch.float64, device=DEVICE, requires_grad=True)
+        positions = torch.arange(length, device=DEVICE)[None]
         tables = model.rotary_emb(hidden, positions)
         found = []
         for own, run in ((layer, layer), (twin, call)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from e2e_check import assert_all_chunked, compare, in_double, step, total_error, transform
 from e2e_memory import live
-from e2e_models import HIDDEN, VOCAB, build, padded, plain, sample
+from e2e_models import DEVICE, HIDDEN, VOCAB, build, padded, plain, sample
 from torch import Tensor, nn
 
 import streambp_fx
@@ -34,7 +34,7 @@ def model_of(padding: int | None, dtype: torch.dtype = torch.float64, words: int
     model = build("llama")
     torch.manual_seed(3)
     model.model.embed_tokens = Factored(words, padding, **more)
-    return model.to(dtype)
+    return model.to(DEVICE, dtype)
 
 
 BATCHES = {"T=67": plain(2, 67), "T=3": plain(2, 3), "left": padded(50, "left"), "right": padded(67, "right")}
