@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -219,9 +220,14 @@ class CompiledGraph:
         self.schedules: list[Schedule] = []
         self.checks: dict[Executor | AutoExecutor, Record] = {}
         self.lock = threading.RLock()
-        self.parameters = parameters_of(example_inputs)
+        self._parameters = parameters_of(example_inputs)
         self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths)]
         _compiled.add(self)
+
+    @property
+    def parameters(self) -> list[weakref.ref[torch.nn.Parameter]]:
+        """Those of the models that it has served."""
+        return self.counts.parameters if isinstance(self.counts, GraphCounts) else self._parameters
 
     @property
     def streamed(self) -> bool:
@@ -248,7 +254,7 @@ class CompiledGraph:
             self.versions[position] = self._unstreamed(error)
             return self.versions[position](*inputs)
         if torch.is_grad_enabled():
-            self.counts.note()
+            self.counts.note(inputs=inputs)
         return found
 
     def _check(self, version: Executor | AutoExecutor, inputs: Sequence[Any], kind: StepKind) -> None:

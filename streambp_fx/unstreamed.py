@@ -87,7 +87,7 @@ class Unstreamed:
 
     def __call__(self, *inputs: Any) -> Any:
         if torch.is_grad_enabled():
-            self.counts.note(self.why)
+            self.counts.note(self.why, inputs)
         return self.run(*inputs)
 
 

@@ -185,7 +185,7 @@ def _rows(rows: Sequence[int] | None, length: int, options: Options) -> tuple[in
     last = length - 2
     if rows is None:
         generator = torch.Generator().manual_seed(length)
-        somewhere = int(torch.randint(0, last + 1, (), generator=generator))
+        somewhere = int(torch.randint(0, last + 1, (), generator=generator, device="cpu"))
         return tuple(
             sorted({0, *(r for r in (options.rows - 1, options.rows) if r <= last), somewhere, last})
         )

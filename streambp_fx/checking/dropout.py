@@ -128,7 +128,9 @@ class Trial:
         generator = torch.Generator().manual_seed(SEED)
         found = {}
         for position, gradient in first.whole.items():
-            drawn = torch.randn(gradient.shape, generator=generator, dtype=torch.float64).to(gradient.device)
+            drawn = torch.randn(gradient.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+                gradient.device
+            )
             along = gradient.double()
             step = torch.zeros_like(along)
             for part in (drawn, along):

@@ -187,7 +187,9 @@ class _Trial:
         if not wanted or not roots:
             return {}
         generator = torch.Generator().manual_seed(segment.index)
-        cotangents = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for _, o in roots]
+        cotangents = [
+            torch.randn(o.shape, generator=generator, device="cpu").to(o.device, o.dtype) for _, o in roots
+        ]
         found = torch.autograd.grad(
             [o for _, o in roots], list(wanted.values()), cotangents, allow_unused=True
         )

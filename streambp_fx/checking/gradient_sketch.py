@@ -87,4 +87,4 @@ def sketch(value: Tensor, seed: int) -> Sketch:
 
 def _normal(size: int, count: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, count, generator=generator, dtype=torch.float32).to(device, dtype)
+    return torch.randn(size, count, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)

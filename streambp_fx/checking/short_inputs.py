@@ -165,9 +165,13 @@ class Cut:
             return samples
         if more.is_Integer:
             number = int(more)
-            found = torch.cat([rows, torch.arange(number) + self.total]) if number > 0 else rows[:short]
+            found = (
+                torch.cat([rows, torch.arange(number, device="cpu") + self.total])
+                if number > 0
+                else rows[:short]
+            )
             return found % max(1, real)
-        return torch.arange(short) % max(1, real)
+        return torch.arange(short, device="cpu") % max(1, real)
 
     def _laid_out(self, node: Node, value: Tensor, sizes: ShortSizes) -> Tensor:
         """A copy with the strides that the graph was captured for."""
@@ -193,12 +197,13 @@ class Cut:
     def _samples(self, sizes: ShortSizes) -> Tensor:
         """Those with the most and the fewest rows that count, in their order."""
         if self.batch is None or sizes.samples is None:
-            return torch.arange(0)
+            return torch.arange(0, device="cpu")
         real, wanted = self.real[self.batch], sizes.samples
         if wanted >= real:
-            return torch.arange(wanted) % real
+            return torch.arange(wanted, device="cpu") % real
         counts = sum(
-            (s.sum(1) for s in self._states() if s.shape[0] == real), torch.zeros(real, dtype=torch.int64)
+            (s.sum(1) for s in self._states() if s.shape[0] == real),
+            torch.zeros(real, dtype=torch.int64, device="cpu"),
         )
         order = torch.argsort(counts, stable=True)
         half = wanted // 2
@@ -207,7 +212,7 @@ class Cut:
     def _rows(self, count: int, samples: Tensor, behind: int | None = None) -> Tensor:
         """Which rows: (count,), ascending. See NOTE [which rows]."""
         if count >= self.total:
-            return torch.arange(count) % self.total
+            return torch.arange(count, device="cpu") % self.total
         states = []
         for state in self._states():
             is_own = len(samples) and self.batch is not None and state.shape[0] == self.real.get(self.batch)
@@ -223,16 +228,16 @@ class Cut:
 
     def _spread(self, states: Sequence[Tensor], first: int, stop: int, count: int) -> Tensor:
         """So many of the rows [first, stop), of every stretch."""
-        change = torch.zeros(self.total, dtype=torch.bool)
+        change = torch.zeros(self.total, dtype=torch.bool, device="cpu")
         for state in states:
             change[1:] |= (state[:, 1:] != state[:, :-1]).any(0)
         starts = [first, *(k for k in change.nonzero().flatten().tolist() if first < k < stop)]
         if len(starts) > max(1, count // 3):
-            return torch.linspace(first, stop - 1, count).round().long()
+            return torch.linspace(first, stop - 1, count, device="cpu").round().long()
         lengths = [b - a for a, b in itertools.pairwise([*starts, stop])]
         taken = _shares(lengths, count)
         spread = [
-            start + torch.linspace(0, length - 1, n).round().long()
+            start + torch.linspace(0, length - 1, n, device="cpu").round().long()
             for start, length, n in zip(starts, lengths, taken, strict=True)
         ]
         return torch.cat(spread)
@@ -241,7 +246,7 @@ class Cut:
 def _last(state: Tensor) -> int:
     """Rows up to the last that counts, in the sample with the fewest; samples without any do not count."""
     own = state[state.any(1)]
-    ends = (torch.arange(state.shape[1]) + 1) * own
+    ends = (torch.arange(state.shape[1], device="cpu") + 1) * own
     return int(ends.amax(1).min()) if len(own) else state.shape[1]
 
 
@@ -293,5 +298,5 @@ def _redrawn(value: Tensor, real: Tensor) -> Tensor:
         return torch.ones_like(value) if value.dim() <= 2 else value
     generator = torch.Generator().manual_seed(value.numel())
     high = int(real.max()) + 1
-    drawn = torch.randint(0, max(1, high), value.shape, generator=generator).to(value)
+    drawn = torch.randint(0, max(1, high), value.shape, generator=generator, device="cpu").to(value)
     return torch.where(value < 0, drawn, value)

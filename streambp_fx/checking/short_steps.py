@@ -146,7 +146,7 @@ def _cotangent(value: Tensor, position: int) -> Tensor:
         return torch.full_like(value, scale)
     generator = torch.Generator().manual_seed(position)
     wide = torch.complex128 if value.is_complex() else torch.float64
-    drawn = torch.randn(value.shape, generator=generator, dtype=wide)
+    drawn = torch.randn(value.shape, generator=generator, dtype=wide, device="cpu")
     return (drawn * scale / math.sqrt(max(1, value.numel()))).to(value.device, value.dtype)
 
 
@@ -256,5 +256,5 @@ class Noisy(Interpreter):
 
     def _noise(self, value: Tensor) -> Tensor:
         eps = torch.finfo(value.dtype).eps
-        drawn = torch.rand(value.shape, generator=self.generator).mul_(2 * eps).sub_(eps)
+        drawn = torch.rand(value.shape, generator=self.generator, device="cpu").mul_(2 * eps).sub_(eps)
         return (value.detach() * drawn.to(value.device, value.dtype)).nan_to_num(0.0, 0.0, 0.0)

@@ -181,7 +181,7 @@ def tried() -> Finding:
             sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
             heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
             config = LlamaConfig(vocab_size=97, max_position_embeddings=256, **sizes, **heads)
-            ids = torch.randint(0, 97, (1, 72))
+            ids = torch.randint(0, 97, (1, 72), device="cpu")
             found = verify(LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}, chunk=16)
     except Exception as error:
         return Finding("NO", f"self-test: {type(error).__name__}: {str(error).splitlines()[0]}")

@@ -218,4 +218,8 @@ def counted(given: Arguments) -> Arguments:
     transformers' losses take it as either. Any other number is captured as the number that it is.
     """
     items = given.keywords.get("num_items_in_batch")
-    return given.with_keywords(num_items_in_batch=torch.tensor(items)) if type(items) is int else given
+    return (
+        given.with_keywords(num_items_in_batch=torch.tensor(items, device="cpu"))
+        if type(items) is int
+        else given
+    )

@@ -218,7 +218,7 @@ def save_copy(loaded: LoadedModel, folder: Path) -> str:
 
 def random_tokens(vocab_size: int, n: int, seed: int = 0) -> torch.Tensor:
     """n random token ids, int64 (n,)."""
-    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def english_tokens(tokenizer: Any, n: int, *, vocab_size: int = 49152, seed: int = 0) -> torch.Tensor:
@@ -232,6 +232,6 @@ def english_tokens(tokenizer: Any, n: int, *, vocab_size: int = 49152, seed: int
 
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     ids = torch.tensor(
-        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64, device="cpu"
     )
     return ids.repeat(-(-n // len(ids)))[:n].clone()

@@ -273,7 +273,7 @@ class Executor:
 
     def _step(self, sizes: dict[sympy.Symbol, int], rows: int | None, loss_rows: int | None) -> StepData:
         """A step of which nothing is known but its sizes."""
-        seed = int(torch.randint(0, 2**40, ())) if self.parts.random else 0
+        seed = int(torch.randint(0, 2**40, (), device="cpu")) if self.parts.random else 0
         total = sizes[self.facts.sequence]  # type: ignore[index]
         training = torch.is_grad_enabled()
         chunks = rows or self.options.rows, loss_rows or self.options.loss_rows(self.sequences(sizes))

@@ -154,7 +154,7 @@ class DiskStore(Store):
 
     def fetch(self, stored: Stored) -> Future:
         """Have a tensor read back by that thread."""
-        flat = torch.empty(stored.place[1], dtype=torch.uint8)  # here: meters see this thread
+        flat = torch.empty(stored.place[1], dtype=torch.uint8, device="cpu")  # here: meters see this thread
         return self.worker.submit(self._read, stored, [flat])
 
     def receive(self, arriving: Future) -> Tensor:

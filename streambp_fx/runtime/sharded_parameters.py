@@ -287,5 +287,5 @@ def _statistics(piece: Tensor) -> tuple[float, float]:
 def _drawn(parameter: Tensor, mean: float, deviation: float) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     shape = tuple(parameter.shape)
-    numbers = torch.randn(shape, generator=generator, dtype=torch.float32) * deviation + mean
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * deviation + mean
     return numbers.to(parameter.device, parameter.dtype)

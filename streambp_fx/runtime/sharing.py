@@ -84,7 +84,9 @@ class Sharing:
         shapes = hash(tuple(tuple(v.shape) for v in tensors)) % 2**53
         draws = Draws(tuple(tensors)) if self.random else None
         states = [] if draws is None else [draws.host, *draws.devices[1]]
-        numbers = torch.tensor([shapes, _digest(data), _digest(weights), _digest(states)], dtype=torch.int64)
+        numbers = torch.tensor(
+            [shapes, _digest(data), _digest(weights), _digest(states)], dtype=torch.int64, device="cpu"
+        )
         size = dist.get_world_size(self.group) * len(COMPARED)
         flat = torch.empty(size, dtype=torch.int64, device=device)
         all_gather(flat, numbers.to(device), self.group)

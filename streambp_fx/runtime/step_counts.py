@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .live_objects import Registry
 
@@ -19,7 +20,9 @@ MOST_REASONS = 20
 class OfParameters(Protocol):
     """What is found by the parameters that it reads."""
 
-    parameters: list[weakref.ref[torch.nn.Parameter]]
+    @property
+    def parameters(self) -> list[weakref.ref[torch.nn.Parameter]]:
+        """They are not kept alive."""
 
 
 G = TypeVar("G", bound=OfParameters)
@@ -53,13 +56,15 @@ class StepCounts:
         """True if the last step was streamed."""
         return self.total > 0 and self.why is None
 
-    def note(self, why: str | None = None) -> None:
+    def note(self, why: str | None = None, inputs: Sequence[Any] = ()) -> None:
         """Count a step.
 
         Args:
             why: it was not streamed; None: it was.
+            inputs: of the graph, where it is one.
         """
         with self._lock:
+            self._served(inputs)
             if self.total == 0 or (why is None) != (self.why is None):
                 self.began, self.began_with = time.time(), self.total + 1
             self.why = why
@@ -70,18 +75,37 @@ class StepCounts:
             if why in self.reasons or len(self.reasons) < MOST_REASONS:
                 self.reasons[why] = self.reasons.get(why, 0) + 1
 
+    def _served(self, inputs: Sequence[Any]) -> None:
+        """Take note of whose step it is."""
+
 
 class GraphCounts(StepCounts):
     """The steps of a graph that `torch.compile` runs; found by its parameters, see NOTE [finding schedules].
 
+    Dynamo runs one graph for all models that have the same code and sizes: their steps are counted together.
+
     Args:
         example_inputs: of the graph, parameters among them.
+
+    Attributes:
+        parameters: of the models it has served.
     """
 
     def __init__(self, example_inputs: Sequence[Any]) -> None:
         super().__init__()
-        self.parameters = parameters_of(example_inputs)
+        self.parameters: list[weakref.ref[torch.nn.Parameter]] = []
+        self._place = next(
+            (i for i, v in enumerate(example_inputs) if isinstance(v, torch.nn.Parameter)), None
+        )
+        self._known = WeakIdKeyDictionary()
+        self._served(example_inputs)
         _counted.add(self)
+
+    def _served(self, inputs: Sequence[Any]) -> None:
+        if self._place is None or not inputs or inputs[self._place] in self._known:
+            return
+        self._known[inputs[self._place]] = True
+        self.parameters = [r for r in self.parameters if r() is not None] + parameters_of(inputs)
 
 
 _counted: Registry[GraphCounts] = Registry()

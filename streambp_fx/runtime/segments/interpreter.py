@@ -82,7 +82,7 @@ class Frame:
 
     def workspace_of(self, dtype: torch.dtype) -> Tensor:
         """A tensor of shape (0,) in this dtype, with the memory that the last chunk's had."""
-        return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype)).resize_(0)
+        return self.workspace.setdefault(dtype, torch.empty(0, dtype=dtype, device="cpu")).resize_(0)
 
 
 def run(procedure: Procedure, frame: Frame) -> list[Tensor]:

@@ -210,6 +210,17 @@ def test_its_own_backend_takes_a_transformed_model_into_its_graph() -> None:
     assert found.streamed and found.streamed_steps == 2 and streambp_fx.schedule(model) is found.schedule
 
 
+def test_a_graph_that_serves_two_models_is_found_by_both() -> None:
+    """Dynamo compiles one graph for models of one class and one size."""
+    models = [build("llama", num_hidden_layers=1, seed=seed) for seed in range(2)]
+    for model in models:
+        train(torch.compile(model, backend="streambp", options=OPTIONS))
+    (first, second) = map(status, models)
+    assert first.streamed and second.streamed and second.schedule is first.schedule is not None
+    # counted together
+    assert first.streamed_steps == second.streamed_steps == 4
+
+
 # ---- what stays unstreamed is said once
 
 
