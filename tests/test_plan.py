@@ -38,6 +38,7 @@ def planner(folder: Path) -> Planner:
     return Planner(model_on_meta(folder))
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_fits_and_the_next_does_not(planner: Planner) -> None:
     found = planner.plan("tiny", memory="64MiB", optimizer="adamw")
     assert found.max_seq_len == found.seq_len and found.fits
@@ -76,6 +77,7 @@ def test_the_model_may_be_given_itself(folder: Path) -> None:
     assert not model.forward.__name__.startswith("stream"), "the model is left as it was"
 
 
+@pytest.mark.slow
 def test_adapters_have_gradients_and_the_rest_has_none(folder: Path) -> None:
     pytest.importorskip("peft")
     found = streambp_fx.plan(folder, seq_len=1000, lora_rank=4, optimizer="adamw")
@@ -103,6 +105,7 @@ def test_configs_by_name() -> None:
         assert sum(p.numel() for p in model_on_meta(name).parameters()) == count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("granitemoe", "gpt_oss", "qwen3_next"))],

@@ -80,6 +80,7 @@ def train(model: nn.Module, ids: torch.Tensor) -> int:
 """
 
 
+@pytest.mark.slow
 def test_a_script_of_a_user_is_strictly_typed(tmp_path: Path) -> None:
     """As mypy sees the package when it is installed: what is within it is not the user's to mend."""
     pytest.importorskip("mypy")

@@ -62,6 +62,7 @@ def test_the_page_says_so_while_there_are_no_figures(tmp_path):
     assert "No figures" in _figures(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [("checkpointing", "float32"), pytest.param("streamed", "bfloat16", marks=pytest.mark.slow)],

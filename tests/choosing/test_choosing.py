@@ -53,6 +53,7 @@ def work(space: Space, saving: Saving) -> int:
     return int(sum(m.flops for m in storing(space.cost, saving).timeline(space.sizes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", pytest.param("windows", marks=pytest.mark.slow)])
 def test_more_memory_is_never_slower_and_never_exceeded(name: str) -> None:
     space = space_of(name)

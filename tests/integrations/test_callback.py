@@ -74,6 +74,7 @@ def test_wrong_options_are_refused_at_once(wrong: dict[str, Any]) -> None:
 # ---- around the steps
 
 
+@pytest.mark.slow
 def test_checkpointing_is_taken_over(tmp_path: Path) -> None:
     """One warning, no double recompute, and the switch is as the user left it."""
     with warnings.catch_warnings(record=True) as caught:
@@ -148,6 +149,7 @@ def test_half_precision_is_as_near_to_float32_as_unstreamed(tmp_path: Path) -> N
 # ---- another compiler, and those that read the log
 
 
+@pytest.mark.slow
 def test_another_compiler_around_it(tmp_path: Path) -> None:
     """`torch_compile=True`: streamed all the same, and what it logs is the same."""
     over = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
@@ -181,6 +183,7 @@ class Logs(TrainerCallback):
         self.seen.append(dict(logs))
 
 
+@pytest.mark.slow
 def test_integrations_see_what_it_logs(tmp_path: Path) -> None:
     """Those that `report_to` names come before the callbacks of the user: the callback goes first."""
     integration, streams = Logs(), StreamBPCallback(chunk=CHUNK, check="never")

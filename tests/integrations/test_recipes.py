@@ -130,6 +130,7 @@ def check(name: str, toy: Path, folder: Path, patch: Any, kind: int = 0) -> Run:
     return got
 
 
+@pytest.mark.slow
 def test_continued_pretraining(toy: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     got = check("continued-pretraining", toy, tmp_path, monkeypatch)
     assert "store inputs, on disk" in str(got.schedule)

@@ -51,6 +51,7 @@ HOW: dict[Any, dict[str, Any]] = {experts: {}, hybrid: {"optim": "sgd", "learnin
 OTHERS = [(dpo, experts), (sft, experts), (sft, hybrid), (dpo, hybrid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "family"),
     [OTHERS[0], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHERS[1:])],

@@ -186,6 +186,7 @@ class DependsOnCalls(nn.Module):
         return self.inner(x) * self.calls
 
 
+@pytest.mark.slow
 def test_both_steps_find_the_same_buffers() -> None:
     model = build("llama")
     model.model.layers[0].mlp = DependsOnCalls(model.model.layers[0].mlp)

@@ -40,7 +40,9 @@ def _check(case: Case, world: int, folder: Path) -> list[Trained]:
     return found
 
 
-@pytest.mark.parametrize("case", [Case(padding="left"), Case("recurrent")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(padding="left"), pytest.param(Case("recurrent"), marks=pytest.mark.slow)], ids=str
+)
 def test_two_devices(case: Case, tmp_path: Path) -> None:
     found = _check(case, 2, tmp_path)
     first_words = {line.split()[0] for line in found[0].printed.splitlines()}

@@ -73,6 +73,7 @@ def situations(names: list[str], folder: Path) -> dict[str, Any]:
     return {name: words for own in found for name, words in own.items() if words}
 
 
+@pytest.mark.slow
 def test_situations(tmp_path: Path) -> None:
     assert not situations(["one_rank_streams", "full_parameters"], tmp_path)
 

@@ -266,6 +266,7 @@ def test_hidden_states_are_asked_for() -> None:
     assert not found.streamed and found.since_step == 2 and "output_hidden_states" in (found.why_not or "")
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_fit() -> None:
     for options in ({"memory": "1KiB"}, {"memory": "1KiB", "chunk": 16, "loss_chunk": 16}):
         model = transform(build("llama", num_hidden_layers=1), check="never", **options)

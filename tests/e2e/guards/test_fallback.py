@@ -149,8 +149,12 @@ def with_mixer(mixer: str, layer: int = 0, **over: Any) -> Any:
     return model
 
 
-OFTEN = ("bidirectional attention", "a mask that looks one row ahead", "rows that see nothing")
-OFTEN += ("cumsum along the sequence", "mixing across the batch", "mystery op")
+OFTEN = (
+    "bidirectional attention",
+    "a mask that looks one row ahead",
+    "mixing across the batch",
+    "mystery op",
+)
 
 
 @pytest.mark.parametrize("mixer", sample(MIXERS, *OFTEN))
@@ -159,6 +163,7 @@ def test_mixing_is_exact(mixer: str) -> None:
     check_mixing(mixer, lambda: with_mixer(mixer), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", sample(["mystery op", "flip", "cumsum along the sequence"], "mystery op"))
 def test_mixing_with_a_mask_is_exact(mixer: str) -> None:
     batches = {"left": padded(67, "left"), "right": padded(65, "right")}
@@ -168,6 +173,7 @@ def test_mixing_with_a_mask_is_exact(mixer: str) -> None:
 BESIDE = ["flip", "bidirectional attention", "roll ahead", "the last row for all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", sample(BESIDE, "bidirectional attention"))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_other_layer_is_still_chunked(mixer: str) -> None:
@@ -186,6 +192,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 700, "num_hid
 TOLD = ("mystery op",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", sample(MIXERS, *TOLD))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_predicted_peak_is_what_is_live(mixer: str) -> None:
@@ -209,6 +216,7 @@ def test_predicted_peak_is_what_is_live(mixer: str) -> None:
         assert bound >= 0.97 * live, "an expression for chunks of full length"
 
 
+@pytest.mark.slow
 def test_work_over_all_rows_is_counted() -> None:
     """Where a row reads all rows, states are filled before the chunks and differentiated after them."""
     model = with_mixer("rows that see nothing", layer=1, impl="eager", **WIDE)

@@ -60,6 +60,7 @@ def test_eval_trains_like_the_original() -> None:
 TEXTS = [(family, training) for family in ("llama", "gemma2", "gpt2") for training in (True, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "training"), sample(TEXTS, ("gemma2", True)))
 def test_generate_is_bitwise_the_original(family: str, training: bool) -> None:
     original, streamed = trained_once(family, dtype=torch.float32)
@@ -137,6 +138,7 @@ def test_load_state_dict_into_a_transformed_model() -> None:
         compare(other, streamed, {"loaded": plain(2, 67)}, RTOL)
 
 
+@pytest.mark.slow
 def test_change_of_dtype() -> None:
     """`.float()` and `.double()` after the transformation."""
     with in_double(LLAMA):
@@ -178,6 +180,7 @@ def test_the_copy_is_streamed_too() -> None:
     assert twin(**plain(2, 67)).logits is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", sample(["pickle", "torch.save"], "torch.save"))
 def test_pickle_works_or_says_why_not(how: str) -> None:
     with in_double(LLAMA):
@@ -223,6 +226,7 @@ def test_transform_streams_and_restore_stops_it() -> None:
     assert model(**plain(2, 67)).logits.shape == (2, 67, 97)
 
 
+@pytest.mark.slow
 def test_transform_twice_the_second_options_win() -> None:
     model, eager = LLAMA(), LLAMA()
     before = set(vars(model))

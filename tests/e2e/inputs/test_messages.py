@@ -133,6 +133,7 @@ def test_a_good_step_after_a_bad_one_is_streamed() -> None:
     assert streambp_fx.status(model).streamed_steps == 2
 
 
+@pytest.mark.slow
 def test_odd_inputs_that_the_model_takes() -> None:
     """A mask of ones is dropped before anybody looks at its length: the model's choice, and said once."""
     model = streambp_fx.transform(small(), chunk=16, check="never")

@@ -98,6 +98,7 @@ def test_left_and_right_padding_in_one_batch() -> None:
     assert_all_chunked(streamed)
 
 
+@pytest.mark.slow
 def test_a_cache_joins_documents_streamed_as_unstreamed() -> None:
     """transformers keeps packed documents apart only without a cache: said, and not silently changed."""
     factory = functools.partial(build, "llama", use_cache=True)

@@ -123,6 +123,7 @@ def test_padding_at_random(rows_run: Counter) -> None:
     assert "random" in streambp_fx.schedule(model).executor.parts.samples_together
 
 
+@pytest.mark.slow
 def test_labels_alone_decide(rows_run: Counter) -> None:
     """Tokens without a label behind the last one with a label are seen by no row that counts."""
     eager = build("llama")
@@ -194,6 +195,7 @@ def both() -> tuple[Any, Any, dict[str, torch.Tensor]]:
     return eager, model, ragged((5, 67, 25))  # the last one ends where a chunk does
 
 
+@pytest.mark.slow
 def test_logits_that_are_read_are_complete(both: Any) -> None:
     """Those of padding as well, before and after the backward."""
     eager, model, batch = both
@@ -355,6 +357,7 @@ class HostReads(TorchDispatchMode):
 ASKED = [(kind, how) for kind in ("long, short, shorter", "left", "full") for how in ("sdpa", "eager")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "attention"), sample(ASKED, ("long, short, shorter", "sdpa")))
 def test_a_step_waits_for_the_device_once(kind: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding, rows that see nothing and rows without a part in the loss are read together.

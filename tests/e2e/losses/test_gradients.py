@@ -81,6 +81,7 @@ def test_frozen_parameters(which: str) -> None:
         assert have == {n for n, _ in model.named_parameters() if trained(n)}
 
 
+@pytest.mark.slow
 def test_frozen_tied_embedding() -> None:
     factory = functools.partial(build, "qwen3", tie_word_embeddings=True)
     _, streamed = check_exact(lambda: freeze(factory(), lambda n: "embed_tokens" not in n), BATCHES)
@@ -203,6 +204,7 @@ def test_logits_without_labels(family: str) -> None:
             assert_close_grads(ends[1][1], ends[0][1], RTOL, f"T={length}")
 
 
+@pytest.mark.slow
 def test_labels_drop_or_keep_the_logits() -> None:
     with in_double(LLAMA):
         eager, dropped = pair(LLAMA)
@@ -435,6 +437,7 @@ def test_many_batch_sizes_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dynamo[-1] == 2 * dynamo[0], dynamo
 
 
+@pytest.mark.slow
 def test_mask_with_and_without_padding_take_turns() -> None:
     """All ones, padded, all ones: the unmasked kernel must not be kept for the padded batch."""
     batches = {
@@ -505,6 +508,7 @@ def test_autograd_grad_of_some_parameters() -> None:
         assert_close_grads(got[1], got[0], RTOL)
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side() -> None:
     """Two transformed models of one class and different weights do not share anything."""
     with in_double(LLAMA):

@@ -85,6 +85,7 @@ def test_objectives_are_exact(family: str, objective: str, monkeypatch: pytest.M
     assert (sweeps[0] is not None) == (objective in ONE_SWEEP)
 
 
+@pytest.mark.slow
 def test_a_streamed_loss_cannot_be_differentiated_twice() -> None:
     model = transform(build("llama"))
     loss = model(**plain(2, 67)).loss

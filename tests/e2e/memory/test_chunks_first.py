@@ -50,6 +50,7 @@ def test_exact(family: str) -> None:
     assert_together(streamed, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(ARCHITECTURES, "mamba2"))
 def test_exact_for_other_architectures(family: str) -> None:
     with in_double(functools.partial(model_of, family)):
@@ -90,6 +91,7 @@ def _shared_layer() -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", sample([_lora, _frozen_below, _tied, _shared_layer], _tied))
 def test_what_is_trained(make: Any) -> None:
     batches = {n: BATCHES[n] for n in ("T=67", "padded")}

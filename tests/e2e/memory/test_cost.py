@@ -205,6 +205,7 @@ def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
     assert cost.sizes(200, None, {batch: 16}).loss_chunk == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "rows"), sample([(700, 1024), (1500, 576), (9000, 256)], (1500, 576)))
 def test_loss_chunk_is_chosen_so_that_the_peak_stays(
     words: int, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +264,7 @@ def test_rows_of_chunks(chunk: int) -> None:
     assert [n for _, n in split_rows(3000, 2048)] == [1536, 1464]
 
 
+@pytest.mark.slow
 def test_longer_chunks_where_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs, here said to be one: more rows than usual, if the peak is that of the loss head anyway."""
     monkeypatch.setattr("streambp_fx.auto_executor._on_cpu", lambda tensors: False)

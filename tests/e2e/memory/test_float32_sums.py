@@ -40,6 +40,7 @@ def takes_all(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
     return buffer.dtype == torch.float32 and dtype in HALVES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     sample([("qwen3_tied", torch.bfloat16), ("gpt2", torch.float16)], ("qwen3_tied", torch.bfloat16)),
@@ -116,6 +117,7 @@ def test_rows_of_a_loss_chunk(dtype: torch.dtype, hidden: int, accumulate: str, 
         assert Planner(built, 2, loss_chunk=7).loss_chunk == 7
 
 
+@pytest.mark.slow
 def test_few_rows_where_memory_is_short() -> None:
     """As many as the head would have, unless the step then needs more than there is."""
     config = LlamaConfig(

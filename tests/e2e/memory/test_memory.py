@@ -138,6 +138,7 @@ def test_peak_is_linear_and_small(case: str) -> None:
         assert widest < bound, f"a tensor of {widest} elements at T={t}: T*T or T*vocabulary ({bound})"
 
 
+@pytest.mark.slow
 def test_the_peak_is_deterministic() -> None:
     model, batch = (
         transform(model_of("llama sdpa"), chunk=CHUNK, loss_chunk=LOSS_CHUNK),

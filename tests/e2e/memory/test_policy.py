@@ -63,6 +63,7 @@ def test_exact(policy: str) -> None:
 OTHERS = ["gemma3_text", "mistral", "opt", "bloom", "gpt2", "falcon"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(OTHERS, "gpt2"))
 def test_exact_for_other_kinds_of_attention(family: str) -> None:
     """Windows, biases, positions added to scores, no kernel at all."""
@@ -71,6 +72,7 @@ def test_exact_for_other_kinds_of_attention(family: str) -> None:
     check_exact(factory, batches, save="attention", every=2, offload="disk")
 
 
+@pytest.mark.slow
 def test_exact_where_the_data_decides_how_far_rows_read() -> None:
     """A finite mask added to the scores: rows that see nothing attend to all; of those nothing is kept."""
     batches = {
@@ -188,6 +190,7 @@ def test_candidates_go_from_least_work_to_least_memory() -> None:
     assert len(names) == len(set(names)) == 10 and len(candidates(Policy())) == 5
 
 
+@pytest.mark.slow
 def test_random_ops_are_drawn_again() -> None:
     """Dropout under every policy: two steps with the same seed are alike, and differ from none."""
     found = []
@@ -216,6 +219,7 @@ def test_trained_parameters_are_those_that_were_chosen() -> None:
         check_exact(frozen, {"T=67": plain(2, 67)}, **policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sample(["every 2", "disk", "attention", ALL_OF_THEM], ALL_OF_THEM))
 def test_retained_graph_and_no_grad(policy: str) -> None:
     """A graph that is kept can be gone through again, and evaluation keeps nothing."""
@@ -237,6 +241,7 @@ def test_retained_graph_and_no_grad(policy: str) -> None:
             assert streamed(**batch).logits.shape == (2, 40, 97)
 
 
+@pytest.mark.slow
 def test_the_schedule_names_the_policy() -> None:
     model = build("llama", num_hidden_layers=4)
     text = str(streambp_fx.explain(model, 300, chunk=64, save="attention", every=2, offload="disk"))
@@ -337,6 +342,7 @@ def test_memory_alone_leaves_the_policy_to_be_chosen() -> None:
     assert "spare 100% of the recompute (chosen)" in str(streambp_fx.schedule(streamed))
 
 
+@pytest.mark.slow
 def test_chunks_first_is_chosen_where_the_state_is_small() -> None:
     """Eight layers with one key head of eight: the other order needs less memory, for little work."""
     sizes = {**WIDE, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}

@@ -69,9 +69,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "family", sample([*EXPERTS, *OTHERS, *SELECTING, *RECURRENT], "deepseek_v3", "mamba2")
-)
+@pytest.mark.parametrize("family", sample([*EXPERTS, *OTHERS, *SELECTING, *RECURRENT], "qwen3_moe", "mamba2"))
 def test_streamed_whole(family: str) -> None:
     with in_double(functools.partial(model_of, family)):
         streamed = model_of(family)

@@ -52,6 +52,7 @@ def test_exact(padding: int | None) -> None:
     assert text.count("index_add_") >= 2 and "embedding_dense_backward" not in text
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_float32() -> None:
     eager = model_of(0, torch.bfloat16)
     exact, streamed = copy.deepcopy(eager).float(), transform(copy.deepcopy(eager))
@@ -73,6 +74,7 @@ def test_no_chunk_holds_a_table() -> None:
     assert cost.peak(cost.sizes(67)).total == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")
 def test_gradients_by_how_often_a_word_occurs() -> None:
     """How often it does in all of the batch, which no chunk knows."""

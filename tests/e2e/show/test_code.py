@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "two sweeps": (lambda: WithObjective("llama", "preference"), plain(2, 67)),
     "unchunked region, tied and frozen": (flipped, plain(2, 37)),
 }
-OFTEN = ("chosen values saved", "two sweeps", "unchunked region, tied and frozen")
+OFTEN = ("chosen values saved", "two sweeps")
 PIECES = (Piece(Fraction(1, 5), None), Piece(Fraction(3, 5), ATTENTION), Piece(Fraction(1), Price(60, 128)))
 OPTIONS: dict[str, dict[str, Any]] = {
     "attention kept": {"save": "attention", "every": 2},
