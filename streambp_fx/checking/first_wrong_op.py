@@ -188,7 +188,8 @@ class _Trial:
             return {}
         generator = torch.Generator().manual_seed(segment.index)
         cotangents = [
-            torch.randn(o.shape, generator=generator, device="cpu").to(o.device, o.dtype) for _, o in roots
+            torch.randn(o.shape, generator=generator, dtype=torch.float32, device="cpu").to(o.device, o.dtype)
+            for _, o in roots
         ]
         found = torch.autograd.grad(
             [o for _, o in roots], list(wanted.values()), cotangents, allow_unused=True

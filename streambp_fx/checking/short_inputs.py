@@ -233,11 +233,11 @@ class Cut:
             change[1:] |= (state[:, 1:] != state[:, :-1]).any(0)
         starts = [first, *(k for k in change.nonzero().flatten().tolist() if first < k < stop)]
         if len(starts) > max(1, count // 3):
-            return torch.linspace(first, stop - 1, count, device="cpu").round().long()
+            return torch.linspace(first, stop - 1, count, dtype=torch.float64, device="cpu").round().long()
         lengths = [b - a for a, b in itertools.pairwise([*starts, stop])]
         taken = _shares(lengths, count)
         spread = [
-            start + torch.linspace(0, length - 1, n, device="cpu").round().long()
+            start + torch.linspace(0, length - 1, n, dtype=torch.float64, device="cpu").round().long()
             for start, length, n in zip(starts, lengths, taken, strict=True)
         ]
         return torch.cat(spread)

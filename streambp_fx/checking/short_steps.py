@@ -256,5 +256,6 @@ class Noisy(Interpreter):
 
     def _noise(self, value: Tensor) -> Tensor:
         eps = torch.finfo(value.dtype).eps
-        drawn = torch.rand(value.shape, generator=self.generator, device="cpu").mul_(2 * eps).sub_(eps)
+        drawn = torch.rand(value.shape, generator=self.generator, dtype=torch.float32, device="cpu")
+        drawn.mul_(2 * eps).sub_(eps)
         return (value.detach() * drawn.to(value.device, value.dtype)).nan_to_num(0.0, 0.0, 0.0)

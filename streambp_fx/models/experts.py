@@ -102,9 +102,13 @@ def _agrees(module: nn.Module, loop: Callable, other: Callable) -> bool:
     width: Any = module.hidden_dim if hasattr(module, "hidden_dim") else module.hidden_size
     with torch.random.fork_rng(), torch.no_grad(), torch._C._DisableAutocast():
         torch.manual_seed(0)
-        rows = torch.randn(ROWS, width, device="cpu").to(device, dtype)
-        chosen = torch.rand(ROWS, count, device="cpu").topk(min(TOP, count)).indices.to(device)
-        shares = torch.rand(chosen.shape, device="cpu").to(device, dtype)
+        rows = torch.randn(ROWS, width, dtype=torch.float32, device="cpu").to(device, dtype)
+        chosen = (
+            torch.rand(ROWS, count, dtype=torch.float32, device="cpu")
+            .topk(min(TOP, count))
+            .indices.to(device)
+        )
+        shares = torch.rand(chosen.shape, dtype=torch.float32, device="cpu").to(device, dtype)
         found, want = (f(module, rows, chosen, shares).double() for f in (other, loop))
     error, scale = float((found - want).abs().max()), float(want.abs().max())
     return bool(torch.isfinite(want).all()) and scale > 0 and error <= TOLERANCE.get(dtype, 0.05) * scale

@@ -27,9 +27,9 @@ def arrival(handed_over: Sequence[Sequence[Node]]) -> list[Node]:
         return lambda parameter: found.append(node)
 
     with torch.enable_grad():
-        value = torch.zeros((), requires_grad=True, device="cpu")
+        value = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         for nodes in reversed(handed_over):
-            stand_ins = [torch.zeros((), requires_grad=True, device="cpu") for _ in nodes]
+            stand_ins = [torch.zeros_like(value, requires_grad=True) for _ in nodes]
             for node, stand_in in zip(nodes, stand_ins, strict=True):
                 stand_in.register_post_accumulate_grad_hook(note(node))
             value = _Segment.apply(value, *stand_ins)

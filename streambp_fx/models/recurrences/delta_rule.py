@@ -83,7 +83,7 @@ def _delta_trial(each: int) -> Callable[[int, torch.device], tuple[Operands, lis
     """`each`: numbers of decay for a head; 0: one without a dim."""
 
     def trial(rows: int, device: torch.device) -> tuple[Operands, list[float]]:
-        draw = lambda *sizes: torch.randn(2, rows, *sizes, device=device)  # noqa: E731
+        draw = lambda *sizes: torch.randn(2, rows, *sizes, dtype=torch.float32, device=device)  # noqa: E731
         g = -draw(2, *([each] if each else [])).abs()
         return [draw(2, 3), draw(2, 3), draw(2, 5), g, draw(2).sigmoid()], [4.0, 1.0]
 

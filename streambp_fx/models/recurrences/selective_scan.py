@@ -70,7 +70,7 @@ def _scan_recurrence(name: str, step: Step) -> Recurrence:
 
 
 def _scan_trial(rows: int, device: torch.device) -> tuple[Operands, list[float]]:
-    draw = lambda *sizes: torch.randn(*sizes, device=device)  # noqa: E731
+    draw = lambda *sizes: torch.randn(*sizes, dtype=torch.float32, device=device)  # noqa: E731
     rows_of = [draw(2, 4, rows), draw(2, 4, rows)]
     sides = [draw(2, 3, rows), draw(2, 3, rows)]
     return [*rows_of, -draw(4, 3).exp(), *sides, draw(4), draw(2, 4, rows), draw(4)], [1.0]

@@ -84,7 +84,7 @@ def _space_recurrence(name: str, step: Step) -> Recurrence:
 
 
 def _space_trial(rows: int, device: torch.device) -> tuple[Operands, list[float]]:
-    draw = lambda *sizes: torch.randn(*sizes, device=device)  # noqa: E731
+    draw = lambda *sizes: torch.randn(*sizes, dtype=torch.float32, device=device)  # noqa: E731
     sides = [draw(2, rows, 2, 5), draw(2, rows, 2, 5)]
     operands: Operands = [draw(2, rows, 4, 3), draw(2, rows, 4), -draw(4).exp(), *sides, draw(4), draw(4)]
     return operands, [4.0, 1.0, 0.0, float("inf")]
