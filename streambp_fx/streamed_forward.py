@@ -47,6 +47,7 @@ from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
 from .runtime.parameter_groups import NotSupported, ShardedParameters
+from .runtime.segments import dispatch_modes
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced
@@ -172,6 +173,9 @@ class StreamedForward(UnstreamedSteps):
         hook = hook_on_saved_tensors()
         if hook is not None:
             return self.unstreamed(f"{hook} {MAY_CHANGE}", given)
+        mode = dispatch_modes.mode_that_may_change()
+        if mode is not None:
+            return self.unstreamed(f"{mode} {dispatch_modes.MAY_CHANGE}", given)
         if self._hooked is None or self._hooked.keys != Hooks(self.model).keys:
             try:
                 return self._streamed(given)

@@ -28,6 +28,8 @@ def live(model: Any, batch: dict[str, Any]) -> int:
 class Work(TorchDispatchMode):
     """Counts the multiplications and additions of matrix products and attention."""
 
+    only_observes = True
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...errors import CompileError
 from ...passes.graph.facts import PassError
 from ...passes.graph.sources import source_line
+from .dispatch_modes import refuse_modes_in_backward
 
 REPORT = "Please report this, with this text and the code of the model."
 
@@ -25,7 +26,7 @@ def compile_error(error: PassError) -> CompileError:
 
 
 def refuse_other_backwards(gradients: Iterable[Tensor | None]) -> None:
-    """Raise in a backward that is itself being differentiated, and in one of several gradients at once.
+    """Raise in a backward that is differentiated, in one of several gradients, and in a dispatch mode.
 
     Args:
         gradients: that it is given, of any shape and dtype.
@@ -33,6 +34,7 @@ def refuse_other_backwards(gradients: Iterable[Tensor | None]) -> None:
     Raises:
         RuntimeError: says which, and what to do.
     """
+    refuse_modes_in_backward()
     functorch = torch._C._functorch
     if any(
         g is not None and (functorch.is_functorch_wrapped_tensor(g) or functorch.is_legacy_batchedtensor(g))

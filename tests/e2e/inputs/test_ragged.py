@@ -344,6 +344,8 @@ READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_sel
 class HostReads(TorchDispatchMode):
     """Ops that the host must wait for, if they run on a GPU."""
 
+    only_observes = True
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
