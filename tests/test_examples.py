@@ -57,6 +57,7 @@ def test_torch_compile() -> None:
     assert re.search(r"generated: \[\d+(, \d+){3}\]", output)
 
 
+@pytest.mark.slow
 def test_own_objective() -> None:
     output = run("own_objective.py")
     assert abs(losses(output)[0] - 0.6931) < 1e-3, "before training both answers are as likely as before"
@@ -88,6 +89,7 @@ def test_trainer() -> None:
     assert len(re.findall(r"peak of activations [\d.]+ MiB", output)) == 5
 
 
+@pytest.mark.slow
 def test_inspect_schedule() -> None:
     output = run("inspect_schedule.py")
     assert "a window of 4096 rows" in output

@@ -217,6 +217,7 @@ def test_bad_sizes_in_python(folder: Path) -> None:
         streambp_fx.plan(folder, 64, lora_rank=0)
 
 
+@pytest.mark.slow
 def test_what_memory_buys(folder: Path) -> None:
     """As much is saved as fits; more memory is less work, and ours is below the unstreamed step's."""
     given: dict[str, Any] = {"dtype": "float32", "chunk": 256}

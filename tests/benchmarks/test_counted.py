@@ -12,6 +12,7 @@ from streambp_fx.measure.live_bytes import peak_live_bytes
 CONFIG = {**TINY, "vocab_size": 5000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
@@ -44,6 +45,7 @@ def test_the_same_as_of_a_step_that_runs(policy):
     assert found == pytest.approx(live, rel=0.01) and live > 2**20
 
 
+@pytest.mark.slow
 def test_the_table(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.counted.QWEN3_8B", CONFIG)
     assert main(["--layers", "1", "--tokens", "200", "--chunk", "64"]) == 0

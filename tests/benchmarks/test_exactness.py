@@ -51,6 +51,7 @@ def test_where_the_mode_of_flash_runs():
     assert mode.ours and mode.chunked and mode.loss_chunk is None
 
 
+@pytest.mark.slow
 def test_the_mode_of_flash_switches_cudnn_off(monkeypatch):
     """While it runs, and not longer; on a CPU neither is there, and the step is that of the streamed mode."""
     import torch

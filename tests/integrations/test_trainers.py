@@ -36,6 +36,7 @@ def test_a_trainer(make: Make, tmp_path: Path) -> None:
     check(make, tmp_path)
 
 
+@pytest.mark.slow
 def test_grpo(tmp_path: Path) -> None:
     """The same completions are drawn: a streamed step takes nothing from the random state."""
     check(grpo, tmp_path, on_disk(tmp_path / "model"), beta=0.1)

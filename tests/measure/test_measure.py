@@ -142,6 +142,7 @@ def test_the_worker_returns_json(config):
     assert events[-1]["seconds"] > 0 and len(events[-1]["losses"]) == 1
 
 
+@pytest.mark.slow
 @linux
 def test_modes_share_weights_and_batch_and_training_lowers_the_loss(config, tmp_path):
     seen = []

@@ -88,6 +88,7 @@ def plans(planners: dict[str, Planner]) -> dict[str, streambp_fx.Plan]:
 # ---- memory
 
 
+@pytest.mark.slow
 def test_what_each_device_holds(plans: dict[str, streambp_fx.Plan], model: torch.nn.Module) -> None:
     full = sum(p.numel() * 2 for p in model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())

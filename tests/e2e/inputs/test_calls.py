@@ -389,6 +389,7 @@ class Around(nn.Module):
         return loss * (3 if use_cache is None else 1) * weights.sum() * (1 + len(more))
 
 
+@pytest.mark.slow
 def test_arguments_of_a_model_around_one_of_transformers() -> None:
     run = steps(
         lambda f, ids: f(ids, ids),

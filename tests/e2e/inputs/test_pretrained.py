@@ -38,6 +38,7 @@ def smollm2() -> tuple[Any, torch.Tensor]:
     return model, ids
 
 
+@pytest.mark.slow
 def test_smollm2(smollm2: tuple[Any, torch.Tensor]) -> None:
     """float32, eager and streamed one after the other on the same weights.
 

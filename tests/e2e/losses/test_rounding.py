@@ -66,6 +66,7 @@ def test_is_added(of: Callable[[torch.Tensor], torch.Tensor], added: bool, has: 
     assert note == [False, added and has]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     """Three steps, of which the first finds no gradients, and a fourth with new ones."""

@@ -282,6 +282,7 @@ def test_longer_chunks_where_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert found == {97: (2048, True), 60_000: (8192, True)}
 
 
+@pytest.mark.slow
 def test_memory_that_is_named_goes_to_longer_chunks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs, here said to be one; what is left goes to saved values, as all of it does on a CPU."""
     found = {}

@@ -219,7 +219,7 @@ def programs_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[A
     )
 
 
-@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("name", sample(["flash", "cudnn", "efficient"], "flash"))
 def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors: the kernel's ops, nothing as large as rows x columns, one program for all chunks."""
     _, expected = programs_of("cpu", monkeypatch)
@@ -298,6 +298,7 @@ def test_backward_takes_any_layout(name: str) -> None:
         torch.testing.assert_close(kernel.backward(other[0], block, *other[1:]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_ops")
 def test_blocks_that_cudnn_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rows and columns when the op runs: the rest of a sequence, and one row on one column."""

@@ -175,6 +175,7 @@ def test_nothing_is_left_after_a_step() -> None:
     assert meter.peak > gradients
 
 
+@pytest.mark.slow
 def test_frozen_parameters_get_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last norm alone to be trained, no layer is differentiated and no other gradient held."""
     batch = batch_of("llama sdpa", 512)

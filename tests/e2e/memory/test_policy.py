@@ -101,6 +101,7 @@ def test_what_is_saved_of_attention(impl: str) -> None:
     assert [set(s.saved) - {n.name for n in s.segment.rows} for s in layers] == [SAVED[impl]] * len(layers)
 
 
+@pytest.mark.slow
 def test_attention_is_not_computed_again() -> None:
     """Forward kernels: one a block in the forward, and none in the backward."""
     calls = []
@@ -208,6 +209,7 @@ def test_random_ops_are_drawn_again() -> None:
             torch.testing.assert_close(gradient, found[0][1][name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_trained_parameters_are_those_that_were_chosen() -> None:
     factory = functools.partial(build, "llama", num_hidden_layers=3)
 

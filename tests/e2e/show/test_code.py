@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "two sweeps": (lambda: WithObjective("llama", "preference"), plain(2, 67)),
     "unchunked region, tied and frozen": (flipped, plain(2, 37)),
 }
-OFTEN = ("chosen values saved", "two sweeps")
+OFTEN = ("two sweeps",)
 PIECES = (Piece(Fraction(1, 5), None), Piece(Fraction(3, 5), ATTENTION), Piece(Fraction(1), Price(60, 128)))
 OPTIONS: dict[str, dict[str, Any]] = {
     "attention kept": {"save": "attention", "every": 2},
@@ -255,6 +255,7 @@ def test_what_cannot_be_printed_is_said() -> None:
         run(code, model, plain(2, 37))
 
 
+@pytest.mark.slow
 def test_a_logits_output_that_is_lazy_is_left_out() -> None:
     model = build("llama", num_hidden_layers=1)
     ids = tokens(2, 37)

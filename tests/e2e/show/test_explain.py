@@ -41,6 +41,7 @@ def test_one_screen() -> None:
     assert len(lines) <= 12 and all(len(line) < 110 for line in lines)
 
 
+@pytest.mark.slow
 def test_weights_need_not_exist() -> None:
     model = build("gemma2").to("meta")
     schedule = streambp_fx.explain(model, seq_len=100_000, chunk=2000)

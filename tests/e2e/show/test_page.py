@@ -104,6 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(schedule, path, text, page, data)
 
 
+@pytest.mark.slow
 def test_it_needs_nothing_else(made: Made) -> None:
     addresses = [v for _, a, _ in made.page.elements for k, v in a.items() if k in ("src", "href", "action")]
     assert addresses and all(a.startswith("#") or a == "data:," for a in addresses)

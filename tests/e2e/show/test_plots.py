@@ -39,6 +39,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_picture(schedule: streambp_fx.Schedule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines reach the peaks of the cost model, over time and at the length of the schedule."""
     figure_module = pytest.importorskip("matplotlib.figure", reason="needs matplotlib: pip install '.[plot]'")
