@@ -29,7 +29,7 @@ def warn_where_a_mode_is_active() -> None:
         found = original(self, frame, *state)
         left = found.guarded_code is None and any_torch_dispatch_mode_on_stack()
         said = not left or hasattr(self, "streambp_said")
-        if not said and is_ours(self) and not trace_rules.check(frame.f_code, frame=frame):
+        if not said and is_ours(self) and not trace_rules.check(frame.f_code):
             self.streambp_said = True  # type: ignore[attr-defined]
             _warn()
         return found
