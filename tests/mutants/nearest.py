@@ -113,6 +113,6 @@ FARTHER = [
 
 
 def tests_of(path: str) -> list[list[str]]:
-    """Selections of tests for pytest, in order."""
+    """Selections of tests for pytest, in order; those of the nearest that are slow come last."""
     nearest = {**OF_PICKED, **MODULES}.get(path)
-    return FARTHER if nearest is None else [nearest, *FARTHER]
+    return FARTHER if nearest is None else [nearest, *FARTHER, [*nearest, "-m", "slow"]]
