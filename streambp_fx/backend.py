@@ -19,7 +19,6 @@ from .auto_executor import AutoExecutor
 from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
-from .dynamo.dispatch_modes import warn_where_a_mode_is_active
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.skipped_frames import warn_of_skipped_frames
@@ -120,7 +119,6 @@ setattr(streambp, MARK, True)
 trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
-warn_where_a_mode_is_active()
 
 
 def compile_graph(

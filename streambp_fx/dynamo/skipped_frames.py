@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from types import CodeType, FrameType
 from typing import Any
 
+from torch._dynamo import trace_rules
 from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import Unsupported
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from ..errors import StreamBPWarning
+from ..runtime.segments.dispatch_modes import active_modes
 from .messages import reason_and_line
-from .this_backend import is_ours
+from .this_backend import MARK, is_ours
 
 
 class _Callbacks(list[Any]):
@@ -28,9 +33,42 @@ def warn_of_skipped_frames() -> None:
 
     NOTE [graphs that end within a loop]: where a graph ends within a `for` or `while`, Dynamo hands over
     neither what comes before nor what comes behind: the whole function runs as it is, and nothing is logged.
+
+    NOTE [steps within a dispatch mode]: Dynamo compiles nothing there. It does not try such a function again
+    in later steps, outside of the mode, nor does it run what it had compiled for it before. It has no
+    callback for that, so what is asked about each frame is wrapped.
     """
     if not isinstance(callback_handler.end_callbacks, _Callbacks):
         callback_handler.end_callbacks = _Callbacks([*callback_handler.end_callbacks, _ended])
+    if not getattr(CatchErrorsWrapper.__call__, MARK, False):
+        _wrap(CatchErrorsWrapper.__call__)
+
+
+def _wrap(original: Any) -> None:
+    @functools.wraps(original)
+    def asked(self: CatchErrorsWrapper, frame: Any, *state: Any) -> Any:
+        found = original(self, frame, *state)
+        if found.guarded_code is None and any_torch_dispatch_mode_on_stack():
+            _left_alone(self, frame.f_code)
+        return found
+
+    setattr(asked, MARK, True)
+    CatchErrorsWrapper.__call__ = asked  # type: ignore[method-assign, assignment]
+
+
+def _left_alone(compiler: CatchErrorsWrapper, code: CodeType) -> None:
+    """A dispatch mode is active, so that a function is not compiled: said once for each `torch.compile`."""
+    if hasattr(compiler, "streambp_said") or not is_ours(compiler) or trace_rules.check(code):
+        return
+    compiler.streambp_said = True  # type: ignore[attr-defined]
+    names = ", ".join(name for name, _ in active_modes())
+    warnings.warn(
+        f"this step runs unstreamed: {names} is active, and Dynamo compiles nothing within a dispatch mode. "
+        "It does not try the function again in later steps: leave the mode, call torch._dynamo.reset(). "
+        "streambp_fx.transform(model) streams within modes that only observe",
+        StreamBPWarning,
+        stacklevel=2,
+    )
 
 
 def _ended(given: CallbackArgs) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from e2e_check import assert_close_grads, grads
-from e2e_subject import VOCAB, Block, Subject, token_loss
+from e2e_subject import VOCAB, Block, Subject, generator_of, token_loss
 from torch import Tensor, nn
 
 import streambp_fx
@@ -76,7 +76,7 @@ Scenario = Callable[[Any, Callable[..., Any], Record], None]
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * seed + 10 * length + batch)
+    generator = generator_of(1000 * seed + 10 * length + batch)
     return torch.randint(0, VOCAB, (batch, length), generator=generator)
 
 
@@ -341,7 +341,7 @@ def compare_with_differences(model: nn.Module, call: Callable[..., Any], eps: fl
     value = loss()
     value.backward()
     assert math.isfinite(float(value))
-    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+    generator = generator_of(5)
     for name, parameter in model.named_parameters():
         direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         direction /= direction.norm()

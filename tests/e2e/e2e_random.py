@@ -19,7 +19,7 @@ import torch
 from e2e_adversary import REFUSED, SILENT, our_warnings, outcome, streamed
 from e2e_random_menu import LOSSES, Layer
 from e2e_random_plan import Plan, RefusedByEager, entry_of, plan_of
-from e2e_subject import VOCAB, WIDTH, Subject
+from e2e_subject import VOCAB, WIDTH, Subject, generator_of
 from torch import Tensor, nn
 
 import streambp_fx
@@ -49,7 +49,7 @@ class RandomModel(nn.Module):
         self.last = Subject(parts=parts)
         self.embed = self.last.embed
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in entries])
-        generator = torch.Generator(torch.get_default_device()).manual_seed(plan.seed)
+        generator = generator_of(plan.seed)
         self.double().train()
         with torch.no_grad():
             for p in self.parameters():
@@ -109,7 +109,7 @@ Seen = tuple[float, dict[str, Any], dict[str, Tensor]]
 def steps(plan: Plan, model: RandomModel, call: Callable[..., Any]) -> Iterator[Seen]:
     """Loss, gradients and state after each step."""
     for number, (batch, length) in enumerate(plan.sizes):
-        generator = torch.Generator(torch.get_default_device()).manual_seed(plan.seed + number)
+        generator = generator_of(plan.seed + number)
         ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
         model.zero_grad()
         _between(plan, model, number)
@@ -257,12 +257,7 @@ def _compare_with_itself(plan: Plan, model: RandomModel, call: Callable[..., Any
         assert a[0] == b[0], f"{a[0]} and {b[0]} with one seed"
         _compare(a, b, "once more")
     batch, length = plan.sizes[0]
-    ids = torch.randint(
-        0,
-        VOCAB,
-        (batch, length),
-        generator=torch.Generator(torch.get_default_device()).manual_seed(plan.seed),
-    )
+    ids = torch.randint(0, VOCAB, (batch, length), generator=generator_of(plan.seed))
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def loss() -> Tensor:
@@ -271,7 +266,7 @@ def _compare_with_itself(plan: Plan, model: RandomModel, call: Callable[..., Any
 
     model.zero_grad()
     loss().backward()
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = generator_of(3)
     along = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
     expected = sum(
         float((p.grad * d).sum()) for p, d in zip(parameters, along, strict=True) if p.grad is not None

@@ -15,6 +15,11 @@ HUGE = torch.finfo(torch.float64).min
 Block = Callable[["Subject", Tensor, Tensor], Any]
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """On PyTorch's default device, where what it draws is made."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def heads(x: Tensor) -> Tensor:
     """(batch, T, width) -> (batch, heads, T, head)."""
     return x.view(*x.shape[:2], HEADS, x.shape[-1] // HEADS).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # Modes that are known to leave results as they are: they count or log. A user's says so of itself.
 OBSERVERS = (
@@ -12,10 +12,15 @@ OBSERVERS = (
     "torch.distributed.tensor.debug.",
     "torch.utils.flop_counter.",
 )
-OWN_WORD = "only_observes"
 MAY_CHANGE = (
     "is a dispatch mode, which may change what ops give (if it does not, set its only_observes to True)"
 )
+
+
+def active_modes() -> list[tuple[str, TorchDispatchMode]]:
+    """The dispatch modes that are active, with their names, but for PyTorch's own that trace."""
+    modes = [m for m in _get_current_dispatch_mode_stack() if not m.is_infra_mode()]
+    return [(f"{type(m).__module__}.{type(m).__qualname__}", m) for m in modes]
 
 
 def mode_that_may_change() -> str | None:
@@ -23,13 +28,10 @@ def mode_that_may_change() -> str | None:
 
     NOTE [dispatch modes around a step]: eager shows a mode each op of the model. A streamed step has other
     ops (a product that is added to a gradient, attention by blocks), on chunks, so with a mode that changes
-    what `mm` gives it would be another function than eager's. PyTorch's own modes that trace
-    (`is_infra_mode`) are none of these.
+    what `mm` gives it would be another function than eager's.
     """
-    for mode in _get_current_dispatch_mode_stack():
-        kind = type(mode)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        if not (kind.is_infra_mode() or getattr(mode, OWN_WORD, False) or name.startswith(OBSERVERS)):
+    for name, mode in active_modes():
+        if not (getattr(mode, "only_observes", False) or name.startswith(OBSERVERS)):
             return name
     return None
 

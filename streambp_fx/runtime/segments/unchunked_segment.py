@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ...passes.graph.subgraph import Subgraph
-from .dispatch_modes import refuse_modes_in_backward
 from .failures import refuse_other_backwards
 from .owned_buffers import as_it_is
 
@@ -34,7 +33,6 @@ class UnchunkedSegment(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Gradients of the inputs; the part is run again for them."""
-        refuse_modes_in_backward()
         return (None, *UnchunkedSegment.pull_back(ctx, 1, gradients))
 
     @staticmethod

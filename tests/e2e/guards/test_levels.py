@@ -16,8 +16,7 @@ from streambp_fx import StreamBPWarning
 LEVELS = [("llama", "sdpa"), ("gemma2", "eager"), ("bloom", "eager"), ("mistral", "sdpa")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "impl"), sample(LEVELS, ("mistral", "sdpa")))
+@pytest.mark.parametrize(("family", "impl"), sample(LEVELS))
 def test_all_layers_in_one_segment(family: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left padding makes some of these masks see later rows: the segment runs unchunked then."""
     torch._dynamo.reset()

@@ -359,8 +359,7 @@ class HostReads(TorchDispatchMode):
 ASKED = [(kind, how) for kind in ("long, short, shorter", "left", "full") for how in ("sdpa", "eager")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "attention"), sample(ASKED, ("long, short, shorter", "sdpa")))
+@pytest.mark.parametrize(("kind", "attention"), sample(ASKED))
 def test_a_step_waits_for_the_device_once(kind: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding, rows that see nothing and rows without a part in the loss are read together.
 

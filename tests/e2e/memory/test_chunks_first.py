@@ -50,8 +50,7 @@ def test_exact(family: str) -> None:
     assert_together(streamed, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sample(ARCHITECTURES, "mamba2"))
+@pytest.mark.parametrize("family", sample(ARCHITECTURES))
 def test_exact_for_other_architectures(family: str) -> None:
     with in_double(functools.partial(model_of, family)):
         streamed = model_of(family)
@@ -91,8 +90,7 @@ def _shared_layer() -> Any:
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", sample([_lora, _frozen_below, _tied, _shared_layer], _tied))
+@pytest.mark.parametrize("make", sample([_lora, _frozen_below, _tied, _shared_layer]))
 def test_what_is_trained(make: Any) -> None:
     batches = {n: BATCHES[n] for n in ("T=67", "padded")}
     _, streamed = check_exact(make, batches, order="chunks")

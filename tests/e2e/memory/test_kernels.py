@@ -46,7 +46,7 @@ def on_fake_device(
         key = torch.empty(2, 2, 7, size, dtype=other.get("key", dtype), device=device)
         value = torch.empty(2, 2, 7, other.get("value_size", size), dtype=dtype, device=device)
         rows = torch.empty(2, 1, 5, 7, dtype=torch.bool, device=device) if mask else None
-        found = choose(query, key, value, rows)
+        found = choose(query, key, value, rows, by_autograd=other.get("by_autograd", False))
     return None if found is None else type(found)
 
 
@@ -90,6 +90,7 @@ def test_kernels_that_are_switched_off() -> None:
         assert on_fake_device("cuda", HALF) is EFFICIENT
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
         assert on_fake_device("cuda", HALF) is CUDNN
+        assert on_fake_device("cuda", HALF, by_autograd=True) is EFFICIENT
         assert on_fake_device("cuda", HALF, mask=True) is EFFICIENT
         assert on_fake_device("cuda", FULL) is EFFICIENT
     with sdpa_kernel([SDPBackend.MATH]):

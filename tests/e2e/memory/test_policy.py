@@ -63,8 +63,7 @@ def test_exact(policy: str) -> None:
 OTHERS = ["gemma3_text", "mistral", "opt", "bloom", "gpt2", "falcon"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sample(OTHERS, "gpt2"))
+@pytest.mark.parametrize("family", sample(OTHERS))
 def test_exact_for_other_kinds_of_attention(family: str) -> None:
     """Windows, biases, positions added to scores, no kernel at all."""
     factory = functools.partial(build, family)
@@ -223,8 +222,7 @@ def test_trained_parameters_are_those_that_were_chosen() -> None:
         check_exact(frozen, {"T=67": plain(2, 67)}, **policy)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", sample(["every 2", "disk", "attention", ALL_OF_THEM], ALL_OF_THEM))
+@pytest.mark.parametrize("policy", sample(["every 2", "disk", "attention", ALL_OF_THEM]))
 def test_retained_graph_and_no_grad(policy: str) -> None:
     """A graph that is kept can be gone through again, and evaluation keeps nothing."""
     factory = functools.partial(build, "llama", num_hidden_layers=3)

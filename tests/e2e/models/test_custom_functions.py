@@ -149,8 +149,7 @@ def test_rows_apart_are_streamed(name: str) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sample(ROWS_TOGETHER, "GradientOfAllRows"))
+@pytest.mark.parametrize("name", sample(ROWS_TOGETHER))
 def test_rows_together_are_not(name: str) -> None:
     function, reason = ROWS_TOGETHER[name]
     with pytest.warns(streambp_fx.StreamBPWarning):

@@ -103,8 +103,7 @@ def test_float32(family: str) -> None:
 HALF = ["llama", "qwen3", "gemma2", "gpt_neox", "bloom", "opt", "gpt2"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sample(HALF, "qwen3"))
+@pytest.mark.parametrize("family", sample(HALF))
 def test_bfloat16(family: str) -> None:
     """No further from the float32 gradient of the same weights than 1.1 times eager bfloat16 is.
 
@@ -157,8 +156,7 @@ def test_other_families_masked(family: str) -> None:
 SHIPPED = ["llama", "qwen3", "mistral", "gpt_neox", "opt", "olmo2"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sample(SHIPPED, "qwen3"))
+@pytest.mark.parametrize("family", sample(SHIPPED))
 def test_float64_as_shipped(family: str) -> None:
     """The modelling code untouched, its float32 islands included (see e2e_models.true_double).
 
