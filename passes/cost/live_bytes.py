@@ -24,7 +24,10 @@ class LiveBytes(TorchDispatchMode):
         live: bytes at this moment.
         peak: the most there were.
         widest: elements of the largest single storage.
+        only_observes: a streamed step runs within it as it does outside, also within a class that extends it.
     """
+
+    only_observes = True
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
