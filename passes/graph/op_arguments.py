@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -10,8 +11,13 @@ from torch.fx import Node
 
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an op by name, as its schema binds them, defaults among them."""
-    names, defaults = _signature(node.target)
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bound(node.target, node.args, node.kwargs)
+
+
+def bound(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an op by name."""
+    names, defaults = _signature(op)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 @functools.cache

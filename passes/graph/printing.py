@@ -50,7 +50,10 @@ OPERATORS: dict[Any, str] = {
 }  # fmt: skip
 # Arguments that change nothing here, and only make a line longer.
 IDLE = {("pin_memory", False), ("layout", torch.strided), ("non_blocking", False)}
-OWN_OPS = {"streambp_fx::dropout_factors": "dropout_mask"}
+OWN_OPS = {
+    "streambp_fx::dropout_factors": "dropout_mask",
+    "streambp_fx::random_numbers": "random_numbers",
+}
 
 
 class Unprintable(Exception):

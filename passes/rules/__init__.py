@@ -9,11 +9,11 @@ of the result are made of rows of the operands. An op without a rule is not sepa
 from __future__ import annotations
 
 from . import (  # noqa: F401  (register their rules)
-    complex_values,
     contractions,
     indexing,
     pointwise,
     quantised,
+    random_numbers,
     recurrences,
     reductions,
     row_orders,

@@ -1,4 +1,4 @@
-"""Elementwise ops: rows stay rows, operands align from the right as in broadcasting."""
+"""Elementwise ops: rows stay rows, operands align from the right as in broadcasting. And complex values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ..graph.facts import ROW_AXIS, Axis, Kind, Layout, NotSeparable, Role, shape_of
 from ..graph.op_arguments import arguments
-from .registry import RuleContext, merge_aligned, merge_axis, rule
+from .registry import RuleContext, forbid, merge_aligned, merge_axis, rule
 
 aten = torch.ops.aten
 
@@ -145,3 +145,20 @@ def pointwise(ctx: RuleContext, node: Node) -> Layout:
 
 def _tensors(node: Node) -> list[Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+# ---- complex values: pairs of numbers as one, and back
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(ctx: RuleContext, node: Node) -> Layout:
+    """The last dim, of two numbers, becomes one complex number; the others keep what they carry."""
+    layout = ctx.layout(arguments(node)["self"])
+    forbid(layout, [len(layout) - 1], "a complex number across")
+    return layout[:-1]
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(ctx: RuleContext, node: Node) -> Layout:
+    """A complex number becomes a last dim of two; the others keep what they carry."""
+    return (*ctx.layout(arguments(node)["self"]), None)

@@ -24,7 +24,17 @@ FILLS: dict[Any, float | None] = {
 }  # fmt: skip
 
 
-@rewrite(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+@rewrite(aten.empty_like.default)
+def not_written_yet(graph: Graph, node: Node) -> Node | None:
+    """Memory that is written later holds zeros until then, which is one of the things it may hold."""
+    value = node.meta["val"]
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        return None
+    given = {name: node.kwargs[name] for name in ("dtype", "device") if name in node.kwargs}
+    return insert(graph, node, aten.zeros_like.default, node.args[0], **given)
+
+
+@rewrite(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
 def of_its_own(graph: Graph, node: Node) -> Node | None:
     """Of the value that gives only its dtype and its device nothing is read: `full` makes the same."""
     number, value = arguments(node).get("fill_value", FILLS[node.target]), node.meta["val"]

@@ -289,6 +289,13 @@ def _is_order(node: Any) -> bool:
     return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in SORTS  # type: ignore[union-attr]
 
 
+@rewrite(aten.concat.default, aten.concatenate.default)
+def concatenated(graph: Graph, node: Node) -> Node:
+    """Another name of `cat`."""
+    call = arguments(node)
+    return insert(graph, node, aten.cat.default, call["tensors"], call["dim"])
+
+
 @rewrite(aten.cat.default)
 def cat_with_nothing(graph: Graph, node: Node) -> Node | None:
     """What has no entries (an empty cache) leaves no trace: of one dim, or along the dim that is joined."""
@@ -305,6 +312,18 @@ def cat_with_nothing(graph: Graph, node: Node) -> Node | None:
 def same_shape(graph: Graph, node: Node) -> Node | None:
     """A view of the shape that a value has is the value."""
     return node.args[0] if shape_of(node) == shape_of(node.args[0]) else None
+
+
+@rewrite(aten._unsafe_view.default)
+def reshaped(graph: Graph, node: Node) -> Node | None:
+    """`_unsafe_view(clone(x))`: so functionalization writes a `reshape` that has to copy."""
+    source, shape = node.args
+    contiguous = {"memory_format": torch.contiguous_format}
+    if source.target is not aten.clone.default or source.kwargs != contiguous:
+        return None
+    if any(is_returned(n) for n in (node, source)):
+        return None  # what is returned has memory of its own
+    return insert(graph, node, aten.reshape.default, source.args[0], shape)
 
 
 @rewrite(aten.contiguous.default)

@@ -14,16 +14,30 @@ autograd does not run a backward to which no gradient comes; and logits made by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ...versions.differences import symbolic_sizes
 from ..graph.autograd_functions import CustomFunction, Retrace
-from ..graph.facts import CapturedGraph, Facts, Kind, Layout, NotSeparable, operands, shape_of, tensors_of
+from ..graph.facts import (
+    Axis,
+    CapturedGraph,
+    Facts,
+    Kind,
+    Layout,
+    NotSeparable,
+    Role,
+    operands,
+    shape_of,
+    tensors_of,
+)
 from ..graph.fake_values import Environment
+from ..graph.functionalization import Memory, changes_something, functional
 from ..graph.purity import is_random
 from ..graph.tracing import trace
 from ..rules.pointwise import pointwise_ops
@@ -57,6 +71,7 @@ class FunctionCall:
         tensors: its arguments that are tensors.
         captured: a graph whose results are the outputs and then the gradients.
         outputs: how many outputs there are.
+        merged: of its inputs in which rows are merged with other dims (`view(-1, width)`), the layouts.
         gradients: for each argument that may have one, the index of its gradient among the results.
 
     Raises:
@@ -76,6 +91,34 @@ class FunctionCall:
         graph = self.captured.module.graph
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.results = list(graph.output_node().args[0])
+        self.merged = self._merged()
+
+    def _merged(self) -> dict[Node, Layout]:
+        """Those of arguments. A gradient that is given has its rows in dims of the size of theirs."""
+        found: dict[Node, Layout] = {}
+        known: dict[sympy.Expr, Axis] = {}
+        for argument, placeholder in zip(self.node.args, self.placeholders, strict=False):
+            layout = self.facts.layouts.get(argument) if isinstance(argument, Node) else None
+            axes = [a for a in layout or () if a is not None]
+            plain = all(a.role is Role.ROW and a.order is None and not a.removed for a in axes)
+            if layout is None or not plain or all(a.simple for a in axes):
+                continue
+            found[placeholder] = self._translated(layout, self.theirs)
+            for axis, size in zip(found[placeholder], shape_of(placeholder), strict=True):
+                if axis is not None:
+                    known[size] = axis
+        for placeholder in self.placeholders[len(self.node.args) :]:
+            given = tuple(known.get(size) for size in shape_of(placeholder))
+            if any(given):
+                found[placeholder] = given
+        return found
+
+    @staticmethod
+    def _translated(layout: Layout, symbols: Mapping[sympy.Symbol, sympy.Symbol]) -> Layout:
+        """A layout in the symbols of another graph."""
+        return tuple(
+            a and replace(a, outer=a.outer.xreplace(symbols), inner=a.inner.xreplace(symbols)) for a in layout
+        )
 
     def _traced(self) -> CapturedGraph:
         environment = Environment(self.facts.values)
@@ -86,8 +129,11 @@ class FunctionCall:
             cotangents = [torch.empty_like(o) for o in made]
             flat = (*given, *cotangents)
             traced = trace(self._both, *flat, pre_dispatch=True)
-        own = {theirs: own for own, theirs in environment.symbols.items()}
-        captured = CapturedGraph(traced, sequence=own.get(self.facts.sequence))
+            if any(map(changes_something, traced.graph.nodes)):
+                traced = self._functional(flat)
+        self.own = environment.symbols
+        self.theirs = {own: theirs for theirs, own in self.own.items()}
+        captured = CapturedGraph(traced, sequence=self.theirs.get(self.facts.sequence))
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         for placeholder, value in zip(placeholders, flat, strict=True):
             placeholder.meta.setdefault("val", value)
@@ -97,6 +143,14 @@ class FunctionCall:
             ):
                 captured.differentiable.add(placeholder)
         return captured
+
+    def _functional(self, flat: tuple[Any, ...]) -> GraphModule:
+        """The graph of a function that changes, in place, what it has made itself."""
+        written = list[int]()
+        traced = trace(functional(self._both, Memory(), written), *flat, pre_dispatch=True)
+        if written:
+            raise NotSeparable("it changes what it is given")
+        return traced
 
     def _both(self, *flat: Any) -> list[torch.Tensor]:
         count = len(self.node.args)
@@ -135,11 +189,18 @@ class FunctionCall:
         _check_rows(inner, (*self.results[: self.outputs], *(made for _, made in pairs)))
         for argument, placeholder in zip(self.node.args, self.placeholders, strict=False):
             known = isinstance(argument, Node) and tensors_of(argument)
-            if known and inner.layouts[placeholder] != self.facts.layouts.get(argument):
+            outer = self.facts.layouts.get(argument) if known else None
+            if known and (
+                outer is None or inner.layouts[placeholder] != self._translated(outer, self.theirs)
+            ):
                 raise NotSeparable(f"{WHAT} of rows that lie in an unusual place")
         if any(inner.layouts[p] != inner.layouts[made] for p, made in pairs):
             raise NotSeparable(f"{WHAT} whose gradient has its rows in another place")
-        layouts = {inner.layouts[n] for n in self.results[: self.outputs]}
+        given = self.placeholders[len(self.node.args) :]
+        made = self.results[: self.outputs]
+        if any(inner.layouts[p] != inner.layouts[n] for p, n in zip(given, made, strict=True)):
+            raise NotSeparable(f"{WHAT} that is given a gradient with its rows in another place")
+        layouts = {self._translated(inner.layouts[n] or (), self.own) for n in made}
         layout = layouts.pop() if len(layouts) == 1 else None
         if layout is None or sum(a is not None for a in layout) != 1:
             raise NotSeparable(f"{WHAT} whose results do not all hold the rows of its operands")

@@ -6,6 +6,8 @@ that happens to equal the sequence length says nothing: the sequence is a symbol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -35,8 +37,11 @@ from .inner_outputs import refuse_weights
 UNKNOWN = "the sequence axis of"
 
 
-def axes(captured: CapturedGraph) -> Facts:
+def axes(captured: CapturedGraph, merged: Mapping[Node, Layout] | None = None) -> Facts:
     """Kinds and layouts of all nodes of a normalized graph.
+
+    Args:
+        merged: layouts of inputs in which the sequence is merged with other dims.
 
     Raises:
         MutationError: an input is changed in place to a value that has a gradient.
@@ -55,7 +60,9 @@ def axes(captured: CapturedGraph) -> Facts:
         if sources or (node.op == "placeholder" and node in facts.differentiable):
             facts.needs_grad.add(node)
             facts.sources[node] = sources
-        if facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
+        if merged and node in merged:
+            facts.layouts[node] = merged[node]
+        elif facts.kinds[node] in (Kind.STREAM, Kind.WHOLE, Kind.CONSTANT, Kind.REDUCED):
             facts.layouts[node] = _layout(facts, context, node)
         if node in facts.local:  # made by each chunk, though it may have no rows
             facts.kinds[node] = Kind.STREAM
@@ -200,7 +207,7 @@ def custom_layout(context: RuleContext, node: Node) -> Layout:
     if call.is_elementwise():
         return align(context, call.tensors[0], call.tensors)
     context.seen.update(call.tensors)
-    return call.layout(axes(call.captured))
+    return call.layout(axes(call.captured, call.merged))
 
 
 def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:

@@ -190,9 +190,11 @@ class Evaluation:
 
         The seed is that of the chunk and of the op: not every program of a segment runs all of its ops.
         """
-        number = self.program.segment.nodes.index(node)
-        mask = dropout_mask(value.detach(), probability, self.seed + 1 + number)
-        return value * mask
+        return value * dropout_mask(value.detach(), probability, self.seed_of(node))
+
+    def seed_of(self, node: Node) -> Any:
+        """From which an op draws random numbers: another one for each chunk and op."""
+        return self.seed + 1 + self.program.segment.nodes.index(node)
 
 
 def narrow(

@@ -24,7 +24,7 @@ from ..graph.symbols import SymbolTable, compiled, new_fake_mode
 from ..graph.tracing import trace
 from ..step.instructions import BufferKind
 from ..step.saving import Price
-from . import chunk_ops  # noqa: F401  (registers how ops are written)
+from . import chunk_ops, random_numbers  # noqa: F401  (register how ops are written)
 from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
 from .prefix_attention import StateRead

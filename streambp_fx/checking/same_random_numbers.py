@@ -1,8 +1,10 @@
 """Two runs of one graph that draw the same random numbers.
 
 NOTE [random numbers in a self-check]: a streamed step draws the mask of a dropout chunk by chunk, so no two
-masks could be compared: dropout drops nothing within a check, on both sides. Every other random op runs
-whole in both, and is seeded by what it is called with: its name and the shapes of its arguments.
+masks could be compared: dropout drops nothing within a check, on both sides. Other ops that a step may draw
+chunk by chunk (`rules.random_numbers`) give one number for all entries, which their distribution decides.
+Every other random op runs whole in both, and is seeded by what it is called with: its name and the shapes of
+its arguments.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..passes.graph.facts import Facts
+from ..passes.graph.op_arguments import bound
 from ..passes.graph.purity import is_random
-from ..passes.s4_trace import prefix_attention as _attention  # noqa: F401  (registers its op)
+from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES
+from ..passes.s4_trace import prefix_attention, random_numbers  # noqa: F401  (register their ops)
 
 aten = torch.ops.aten
 # What `passes.s4_trace.chunk_ops` writes as a product with drawn factors, as people call it and as it is
@@ -115,9 +119,40 @@ class _Seeded(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.streambp_fx.dropout_factors.default and not isinstance(args[0], FakeTensor):
             return torch.ones_like(args[0])
+        same = _same_everywhere(func, args, kwargs)
+        if same is not None:
+            return same
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             torch.manual_seed(_seed(func, args, kwargs))
         return func(*args, **kwargs)
+
+
+def _same_everywhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """What an op gives that a step may draw chunk by chunk: one number; None for any other op."""
+    if func is torch.ops.streambp_fx.random_numbers.default:
+        size, method, parameters, _, dtype, device = args
+        if not all(isinstance(n, int) for n in size):
+            return None  # it is traced
+        return torch.full(size, _typical(method, tuple(parameters)), dtype=dtype, device=device)
+    op = IN_PLACE.get(func, func)
+    if (op not in DRAWS and op not in PROBABILITIES) or isinstance(args[0], FakeTensor):
+        return None
+    call = bound(op, args, kwargs)
+    if op in DRAWS:
+        method, given = DRAWS[op]
+        number = _typical(method, tuple(float(call[g]) if isinstance(g, str) else g for g in given))
+        made = torch.full_like(args[0], number, dtype=call.get("dtype"))
+    else:
+        probable = call[PROBABILITIES[op]]
+        made = (_typical("uniform_", (0.0, 1.0)) < probable).to(args[0].dtype)
+    return args[0].copy_(made) if func in IN_PLACE else made
+
+
+def _typical(method: str, parameters: tuple[float, ...]) -> float:
+    """A number of a distribution: always the same, in any dtype."""
+    numbers = torch.Generator().manual_seed(2)
+    given = [int(p) if method == "random_" else p for p in parameters]
+    return float(getattr(torch.empty(1), method)(*given, generator=numbers))
 
 
 def _seed(func: Any, args: Any, kwargs: Any) -> int:

@@ -477,6 +477,24 @@ def fills() -> Iterator[Sample]:
 
 
 @by_hand
+def random_numbers() -> Iterator[Sample]:
+    x, probable = floats(3, L, 4), floats(3, L, 4).sigmoid()
+    yield aten.rand_like.default, (x,), {}
+    yield aten.randn_like.default, (x,), {"dtype": torch.float32}
+    yield aten.randint_like.default, (x, 5), {}
+    yield aten.randint_like.low_dtype, (x, 2, 5), {"dtype": torch.int64}
+    yield aten.uniform.default, (x, 0.5, 2.0), {}
+    yield aten.normal_functional.default, (x, 1.0, 0.5), {}
+    yield aten.exponential.default, (x, 2.0), {}
+    yield aten.cauchy.default, (x,), {}
+    yield aten.log_normal.default, (x, 0.0, 0.5), {}
+    yield aten.geometric.default, (x, 0.3), {}
+    yield aten.bernoulli.p, (x, 0.3), {}
+    yield aten.bernoulli.default, (probable,), {}
+    yield aten.bernoulli.Tensor, (x, probable), {}
+
+
+@by_hand
 def scatters() -> Iterator[Sample]:
     x = floats(3, L, 4)
     for width in (1, 4):

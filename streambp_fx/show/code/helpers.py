@@ -91,6 +91,16 @@ def dropout_mask(like, probability, seed):
     return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
 '''
 
+RANDOM_NUMBERS = '''
+def random_numbers(size, method, parameters, seed, dtype, device):
+    """Numbers drawn by a method of a tensor from a generator with this seed."""
+    import random
+
+    generator = torch.Generator(device=device).manual_seed(random.Random(seed).getrandbits(32))
+    given = [int(p) if method == "random_" else p for p in parameters]
+    return getattr(torch.empty(size, dtype=dtype, device=device), method)(*given, generator=generator)
+'''
+
 # By the name that a program calls them by.
 HELPERS = {
     "chunks": CHUNKS,
@@ -102,4 +112,5 @@ HELPERS = {
     "add_rows": ADD_ROWS,
     "power_of_two_above": POWER_OF_TWO,
     "dropout_mask": DROPOUT_MASK,
+    "random_numbers": RANDOM_NUMBERS,
 }

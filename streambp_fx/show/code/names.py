@@ -24,7 +24,7 @@ RESERVED = {
     "buffers", "constants", "cotangents", "seed", "gradients", "whole_values", "epilogue", "loss_of",
     "rows", "prefix", "low", "total", "start", "columns", "index", "program", "found", "unit",
     "chunks", "no_program", "accumulate", "differentiate", "rows_of", "write_rows", "add_rows",
-    "power_of_two_above", "dropout_mask",
+    "power_of_two_above", "dropout_mask", "random_numbers",
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ EXPERTS = (
     "gpt_oss",
     "llama4_text",
 )
+GROUPED = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss")  # several heads of queries a head of keys
 OTHERS = ("lfm2", "minicpm3", "deepseek_v2", "axk1")
 # Each row attends to columns that an indexer selects; batches are longer and shorter than their number.
 SELECTING = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note_text")
@@ -77,7 +78,20 @@ def test_streamed_whole(family: str) -> None:
         plain_experts(eager)
         transform(streamed)
         compare(eager, streamed, BATCHES, 1e-9)
-    assert_all_chunked(streamed, at_least=4)
+        assert_all_chunked(streamed, at_least=4)
+        if family in GROUPED:
+            assert_heads_are_stored_once(streamed)
+
+
+def assert_heads_are_stored_once(model: Any) -> None:
+    """Keys and values that several heads of queries share are the state as they are projected."""
+    attention = model.model.layers[0].self_attn
+    width, samples = attention.k_proj.out_features, 2
+    assert width < attention.q_proj.out_features
+    states = [s.carried_state for s in streambp_fx.schedule(model).segments if s.carried_state]
+    assert states, "no layer carries keys and values"
+    for state in states:
+        assert sum(state.values()) == 2 * samples * width * torch.float64.itemsize, state
 
 
 FORMS = [

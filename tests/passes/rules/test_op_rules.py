@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import random
@@ -14,9 +15,12 @@ import torch
 from one_op import Case, Unsuited, build, cases, check
 from opdb_cases import Call, calls_by_hand, calls_of_entry, database, entries_for
 
+from streambp_fx.checking.same_random_numbers import Drawing, _Seeded
+from streambp_fx.passes.graph.functionalization import MutationError
 from streambp_fx.passes.graph.purity import is_random
 from streambp_fx.passes.rules import RULES
 from streambp_fx.passes.rules.pointwise import POINTWISE, pointwise_ops, tagged_ops
+from streambp_fx.passes.rules.random_numbers import DRAWS, PROBABILITIES
 
 aten = torch.ops.aten
 OPS = [op for op in RULES if not isinstance(op, str) and op is not operator.getitem]
@@ -27,8 +31,10 @@ WITHOUT_ROWS = {
     aten.zeros.default, aten.ones.default, aten.full.default, aten.new_ones.default, aten.new_zeros.default,
     aten.new_full.default, aten.scalar_tensor.default, aten.empty.memory_format, aten.eye.default,
 }  # fmt: skip
-# Of whole numbers: they have no derivative, and are tried in models (`adversaries/experts.py`).
-OF_INTEGERS = frozenset({aten.one_hot.default, aten.histc.default})
+# They have no derivative, and are tried in models (`adversaries/experts.py`, `test_random_rows.py`).
+WITHOUT_DERIVATIVE = frozenset(
+    {aten.one_hot.default, aten.histc.default, aten.bernoulli.p, aten.normal_functional.default}
+)
 # Made of other ops before a graph is captured.
 COMPOSITE = frozenset({aten.clip.default, aten.clip.Tensor})
 # Of each op in the default run: tried at most, and accepted at most.
@@ -48,12 +54,14 @@ def outcome(case: Case, traced: bool = False) -> str:
     """What became of a case; an assertion fails if a rule claims what is not so."""
     try:
         one = build(case)
-        if is_random(one.node):
+        by_rows = case.call.target in (*DRAWS, *PROBABILITIES)
+        if is_random(one.node) and not by_rows:
             return "random"
         if not one.accepted:
             return "refused"
-        return "checked" if check(one, traced) else "nothing to check"
-    except Unsuited:
+        with _Seeded(Drawing()) if by_rows else contextlib.nullcontext():  # the same number everywhere
+            return "checked" if check(one, traced and not by_rows) else "nothing to check"
+    except (Unsuited, MutationError):
         return "unsuited"
 
 
@@ -77,7 +85,7 @@ def test_a_rule_claims_what_is_so(op: Any) -> None:
         found.append(outcome(case, traced=OPS.index(op) % 10 == 0 and "checked" not in found))
         if found.count("checked") == ACCEPTED or (k >= TRIED and "checked" in found):
             break
-    if set(found) <= {"unsuited", "refused"} and op in (*tagged_ops(), *OF_INTEGERS):
+    if set(found) <= {"unsuited", "refused"} and op in (*tagged_ops(), *WITHOUT_DERIVATIVE):
         pytest.skip("PyTorch has no derivative for it, or captures it as other ops")
     assert op in WITHOUT_ROWS or {"checked", "random"} & set(found), f"the rule accepts no sample: {found}"
     assert op not in WITHOUT_ROWS or "checked" not in found

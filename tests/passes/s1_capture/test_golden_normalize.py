@@ -69,6 +69,33 @@ def test_repeated_heads_are_handed_to_the_kernel_as_they_are() -> None:
     assert aten.repeat_interleave.self_int not in targets(found)
 
 
+def heads_repeated_beside_a_change(m: Small, ids: Tensor) -> Tensor:
+    x = m.first(m.embed(ids))
+    x.mul_(0.5)
+    q, k = m.heads(x, 4), m.heads(x, 4)[:, :2]
+    k = k[:, :, None].expand(2, 2, 2, k.shape[2], 2).reshape(2, 4, k.shape[2], 2)
+    return F.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+def test_repeated_heads_are_seen_in_functional_form() -> None:
+    """Functionalization writes a `reshape` that copies as a clone and an unsafe view."""
+    found = normalised(heads_repeated_beside_a_change, "heads_repeated_beside_a_change")
+    (attention,) = found.facts.mixings
+    assert attention.kwargs["enable_gqa"] and int(attention.args[1].meta["val"].shape[1]) == 2
+    assert not {aten._unsafe_view.default, aten.clone.default} & set(targets(found))
+
+
+def a_copy_returned_beside_a_change(m: Small, ids: Tensor) -> Tensor:
+    x = m.first(m.embed(ids))
+    x.mul_(0.5)
+    return x.transpose(0, 1).reshape(-1, x.shape[2]), m.head(x)
+
+
+def test_a_copy_that_is_returned_stays_a_copy() -> None:
+    found = normalised(a_copy_returned_beside_a_change, "a_copy_returned_beside_a_change")
+    assert aten._unsafe_view.default in targets(found)
+
+
 def heads_repeated_differently(m: Small, ids: Tensor) -> Tensor:
     q = m.heads(m.embed(ids), 4)
     k = m.heads(m.embed(ids), 4)
