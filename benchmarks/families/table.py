@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-HEADER = "| family | exact (none, right, left) | chunked | times less | first step | what is not streamed |"
+HEADER = (
+    "| family | exact (none, right, left) | chunked | times less | without gradients | first step "
+    "| what is not streamed |"
+)
 
 
 LONGEST = 240
@@ -19,7 +22,8 @@ feed-forward layers of 1024 or experts of that many in all), as `python -m bench
   with padding on either side;
 - how many segments are chunked;
 - the live bytes of a step of 1024 tokens with Hugging Face gradient checkpointing over those of the streamed
-  step with chunks of 64, gradients included;
+  step with chunks of 64, gradients included, and without the gradients of the parameters, which both hold (at
+  this size they are up to half of what the streamed step holds: no schedule can go below them);
 - the time of the first step, which compiles;
 - where something is not streamed, the first reason.
 
@@ -36,7 +40,7 @@ def table(results: Sequence[dict[str, Any]], header: bool = True) -> str:
     rows = [_row(r) for r in results]
     if not header:
         return "\n".join(rows)
-    return "\n".join([HEADER, "|---|---|---|---|---|---|", *rows, "", _summary(results)])
+    return "\n".join([HEADER, "|---|---|---|---|---|---|---|", *rows, "", _summary(results)])
 
 
 def ratio(result: dict[str, Any]) -> float | None:
@@ -45,13 +49,21 @@ def ratio(result: dict[str, Any]) -> float | None:
     return live["checkpointing"] / live["streamed"] if live else None
 
 
+def ratio_without_gradients(result: dict[str, Any]) -> float | None:
+    """The same ratio of what is held beside the gradients of parameters."""
+    live = result.get("live")
+    if not live or "gradients" not in live:
+        return None
+    return (live["checkpointing"] - live["gradients"]) / (live["streamed"] - live["gradients"])
+
+
 def _row(result: dict[str, Any]) -> str:
     live, exact = result.get("live"), result.get("exact")
     errors = ", ".join(_number(e) for e in exact.values()) if exact else "-"
     chunked = f"{live['chunked']} of {live['segments']}" if live else "-"
-    less = ratio(result)
+    less = ["-" if r is None else f"{r:.2f}" for r in (ratio(result), ratio_without_gradients(result))]
     first = f"{live['first step seconds']:.0f} s" if live else "-"
-    cells = (result["family"], errors, chunked, "-" if less is None else f"{less:.2f}", first, _why(result))
+    cells = (result["family"], errors, chunked, *less, first, _why(result))
     return f"| {' | '.join(cells)} |"
 
 

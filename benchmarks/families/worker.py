@@ -155,6 +155,7 @@ def live(family: str) -> dict[str, Any]:
     start = time.process_time()
     step(model, given)
     result["first step seconds"] = time.process_time() - start
+    result["gradients"] = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     model.zero_grad(set_to_none=True)
     start = time.process_time()
     result["streamed"] = peak_live_bytes(lambda: step(model, given), known)
