@@ -1,4 +1,4 @@
-"""Autograd functions of routers: on rows merged with samples, with changes in place of what they have made."""
+"""Autograd functions of routers: on rows merged with samples, changing in place what they have made."""
 
 from __future__ import annotations
 
