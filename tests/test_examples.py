@@ -42,6 +42,7 @@ def losses(output: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss (-?\d+\.\d+)", output)]
 
 
+@pytest.mark.slow
 def test_fine_tune() -> None:
     output = run("fine_tune.py")
     assert losses(output)[-1] < 0.8 * losses(output)[0]

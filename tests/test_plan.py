@@ -159,7 +159,9 @@ def test_json_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[st
         (["{folder}", "--published", "--memory", "8GiB"], ["leave out model, memory"]),
         (["{folder}", "--memory", "8GiB", "--dtype", "int3"], ["int3", "bfloat16"]),
         (["{folder}", "--memory", "8GiB", "--optimizer", "adam9"], ["adam9", "adamw"]),
-        (["{folder}", "--memory", "100KiB"], ["too little", "smallest that works"]),
+        pytest.param(
+            ["{folder}", "--memory", "100KiB"], ["too little", "smallest that works"], marks=pytest.mark.slow
+        ),
         (["{folder}", "--memory", "3MiB"], ["one chunk", "smallest that works"]),
         (["{not_causal}", "--memory", "8GiB"], ["is not a causal language model"]),
     ],

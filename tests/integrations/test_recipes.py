@@ -140,6 +140,7 @@ def test_continued_pretraining(toy: Path, tmp_path: Path, monkeypatch: Any, caps
     assert "2 steps, loss 4." in shown and f"streamed in chunks of {CHUNK}, activations" in shown
 
 
+@pytest.mark.slow
 def test_sft_lora(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:
     got = check("sft-lora", toy, tmp_path, monkeypatch)
     assert (tmp_path / "streamed" / "adapter_config.json").is_file()

@@ -54,7 +54,6 @@ OFTEN: dict[str, str] = {
     "convolutions: before an attention": "compile",
     "recurrences: two in a row": "transform",
     "recurrences: read by an attention": "compile",
-    "recurrences: in another order": "transform",
     "convolutions: cut in another place": "transform",
     "reductions: one set of scores, two masks": "compile",
     "in place: plus equals": "compile",

@@ -454,7 +454,7 @@ MISSED = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout", "no dropout", "window"))
+@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout"))
 def test_what_only_some_models_have_is_checked(
     fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,7 +475,7 @@ IN_TURN = [PLAIN, LEFT, RIGHT, ragged(60), ragged(50, 5, 8), ragged(50, 4, 3, le
 
 
 @pytest.mark.parametrize(
-    "what", sample(["", "logits", "dropout", "window", "dropout window logits"], "", "dropout")
+    "what", sample(["", "logits", "dropout", "window", "dropout window logits"], "dropout")
 )
 @pytest.mark.parametrize("dtype", sample([torch.float64, torch.float32, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize("chunk", sample([1, 8, 1024], 8))
@@ -630,7 +630,7 @@ CASES = {
 DTYPES = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.1}
 
 
-@pytest.mark.parametrize("case", sample(CASES, "padded left", "short", "a long prompt"))
+@pytest.mark.parametrize("case", sample(CASES, "padded left"))
 @pytest.mark.parametrize("dtype", sample(DTYPES, "bfloat16"))
 @pytest.mark.parametrize("family", sample(["llama", "gemma2", "gpt2", "bloom", "qwen3_tied"], "llama"))
 def test_no_false_alarm(family: str, dtype: str, case: str) -> None:
@@ -669,8 +669,8 @@ def test_sketches() -> None:
     assert sketch(a, 1).distance(sketch(nothing, 1)) == float("inf")
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("autocast", sample([False, True], True))
+@pytest.mark.parametrize("side", sample(["right", "left"], "left"))
 def test_as_on_a_gpu(side: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the streamed step is compared with has attention by products, in layouts that views rely on."""
     for name in ("checking.self_check", "probing.probe"):

@@ -192,7 +192,7 @@ def test_where_a_graph_may_not_end_it_is_refused() -> None:
         call(**BATCH)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", sample([False, True], True))
 def test_an_export_is_of_the_models_own_forward(strict: bool) -> None:
     model = tiny().eval()
     with torch.no_grad():

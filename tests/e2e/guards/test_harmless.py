@@ -46,6 +46,7 @@ def test_inference_is_bitwise_the_original(family: str) -> None:
         streamed.train()
 
 
+@pytest.mark.slow
 def test_eval_trains_like_the_original() -> None:
     """eval() with gradients is the original forward: bitwise the same gradients."""
     original, streamed = trained_once()
@@ -91,6 +92,7 @@ def test_training_after_inference() -> None:
             streamed.train()
 
 
+@pytest.mark.slow
 def test_names_and_order() -> None:
     original, streamed = trained_once()
     assert list(streamed.state_dict()) == list(original.state_dict())
@@ -172,6 +174,7 @@ def test_deepcopy_trains_exactly_and_by_itself(used: bool) -> None:
         compare(eager, twin, {"the changed copy": plain(2, 67)}, RTOL)
 
 
+@pytest.mark.slow
 def test_the_copy_is_streamed_too() -> None:
     twin = copy.deepcopy(transform(LLAMA()))
     assert twin(**plain(2, 67)).logits is None
@@ -269,6 +272,7 @@ def test_an_instance_forward_comes_back() -> None:
     assert vars(model)["forward"] is mine
 
 
+@pytest.mark.slow
 def test_other_models_of_the_class_are_untouched() -> None:
     bystander, forward = LLAMA(), type(LLAMA()).forward
     step(transform(LLAMA()), plain(2, 67))

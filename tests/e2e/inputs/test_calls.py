@@ -339,7 +339,7 @@ def test_outputs_without_logits_are_what_they_are(kind: str) -> None:
     assert_streamed(model)
 
 
-@pytest.mark.parametrize("labels", [2, 5, 40])
+@pytest.mark.parametrize("labels", sample([2, 5, 40], 2))
 def test_scores_of_tokens_stay(labels: int) -> None:
     """Also where there are as many as types of tokens, and where they are wider than the model."""
     config = BertConfig(
@@ -424,7 +424,7 @@ FLOATS: dict[str, Callable[[Tensor, Tensor, float], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", FLOATS)
+@pytest.mark.parametrize("how", sample(FLOATS, "in place", "of a mask"))
 def test_a_float_that_changes_is_still_a_number(how: str) -> None:
     """From the second value on it comes as a tensor, which must not change any dtype."""
 
@@ -480,7 +480,7 @@ def replica(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("copied", [copy.copy, replica])
+@pytest.mark.parametrize("copied", sample([copy.copy, replica], replica))
 def test_a_shallow_copy_runs_its_own_forward(copied: Callable[[Any], Any], hooked: bool) -> None:
     def run(m: Any, call: Any, record: Record) -> None:
         record.step(m, call, tokens(2, 33))

@@ -205,6 +205,7 @@ def test_logits_that_are_read_are_complete(both: Any) -> None:
     torch.testing.assert_close(output.logits.detach(), want, check_dtype=False, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_logits_that_are_differentiated(both: Any) -> None:
     eager, model, batch = both
     keep = batch["attention_mask"][..., None]

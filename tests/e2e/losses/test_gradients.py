@@ -165,6 +165,7 @@ def test_inputs_embeds(family: str, frozen: bool) -> None:
             assert ends[1][1]["inputs_embeds"] is not None
 
 
+@pytest.mark.slow
 def test_soft_prompt() -> None:
     """Prompt tuning: inputs_embeds is the result of other operations, only the prompt trains."""
     with in_double(LLAMA):
@@ -299,6 +300,7 @@ def test_two_losses_one_backward() -> None:
         assert_close_grads(grads(streamed), grads(eager), RTOL)
 
 
+@pytest.mark.slow
 def test_loss_scaled_before_backward() -> None:
     with in_double(LLAMA):
         eager, streamed = pair(LLAMA)
@@ -402,6 +404,7 @@ def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count == {"dynamo": 1, "trace": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sample([int, torch.tensor], int))
 def test_num_items_in_batch_changes_without_recompiling(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_double(LLAMA), compilations(monkeypatch) as count:
@@ -453,6 +456,7 @@ def test_mask_with_and_without_padding_take_turns() -> None:
 # -- backward twice ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_retain_graph_then_again() -> None:
     """Adds up as eager's does, or refuses in words."""
     with in_double(LLAMA):
@@ -488,6 +492,7 @@ def test_double_backward_is_refused() -> None:
         grad.square().sum().backward()
 
 
+@pytest.mark.slow
 def test_after_a_refusal_training_goes_on() -> None:
     with in_double(LLAMA):
         eager, streamed = pair(LLAMA)
@@ -496,6 +501,7 @@ def test_after_a_refusal_training_goes_on() -> None:
         compare(eager, streamed, {"after": plain(2, 67)}, RTOL)
 
 
+@pytest.mark.slow
 def test_autograd_grad_of_some_parameters() -> None:
     """torch.autograd.grad instead of backward, for two parameters only."""
     with in_double(LLAMA):

@@ -61,7 +61,7 @@ def test_predicted_peak_is_what_is_live(family: str) -> None:
             assert bound == pytest.approx(predicted, rel=0.02)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", sample([False, True], True))
 def test_rounding_a_wide_sum_is_counted(tied: bool) -> None:
     """A vocabulary so wide that the head's sum in float32 is most of what is held.
 
@@ -87,7 +87,7 @@ def test_rounding_a_wide_sum_is_counted(tied: bool) -> None:
     assert peak.total == pytest.approx(live(model, plain(1, 64)), rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", sample([False, True], True))
 def test_predicted_peak_of_the_unstreamed_step(checkpointing: bool) -> None:
     model, chunk = _model("llama")
     found = streambp_fx.explain(model, 512, batch_size=2, chunk=chunk, loss_chunk=48)

@@ -143,7 +143,7 @@ ROWS_TOGETHER: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sample(ROWS_APART, "Normalised"))
+@pytest.mark.parametrize("name", sample(ROWS_APART))
 def test_rows_apart_are_streamed(name: str) -> None:
     _, streamed = check_exact(functools.partial(with_function, ROWS_APART[name]), BATCHES)
     assert_all_chunked(streamed)
@@ -329,6 +329,7 @@ def test_backwards_that_are_not_linear(name: str, place: str, scale: float) -> N
     assert len(unchunked) == (2 if place == "beside" else 0), unchunked
 
 
+@pytest.mark.slow
 def test_linear_backwards_leave_rows_out() -> None:
     """What is proved to be linear costs nothing: rows without a part in the loss are not run."""
     model = transform(with_function(Normalised))

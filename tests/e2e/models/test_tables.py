@@ -40,7 +40,7 @@ def model_of(padding: int | None, dtype: torch.dtype = torch.float64, words: int
 BATCHES = {"T=67": plain(2, 67), "T=3": plain(2, 3), "left": padded(50, "left"), "right": padded(67, "right")}
 
 
-@pytest.mark.parametrize("padding", sample([None, 0, 5], 0))
+@pytest.mark.parametrize("padding", sample([None, 0, 5]))
 def test_exact(padding: int | None) -> None:
     """Words that come again within a chunk and in several; a word that is never learned."""
     with in_double(lambda: model_of(padding)):
