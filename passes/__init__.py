@@ -32,7 +32,7 @@ from .s1_capture import (  # noqa: F401  (register their rewrites)
     attention_sinks,
     convolutions,
     fills,
-    masked_rows,
+    other_names,
     products,
     split_losses,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import threading
@@ -19,7 +20,9 @@ from .auto_executor import AutoExecutor
 from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
+from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
+from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.skipped_frames import warn_of_skipped_frames
 from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame, unwrapped
@@ -169,7 +172,7 @@ def _compiled_graph(
     sharded: ShardedParameters | None,
     counts: StepCounts,
 ) -> Callable[..., Any]:
-    if not _differentiates(module):
+    if not differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return module if sharded is None else otherwise.run
     lengths = find_lengths(module, options.seq_dim, likely=declared)
@@ -182,10 +185,14 @@ def _compiled_graph(
     if not lengths.sequence:
         explain_unstreamed(module, lengths)
         return Unstreamed(otherwise.run, f"the graph runs unstreamed: {lengths.reason}", counts)
+    changes = None
+    if sharded is None:
+        module, changes = without_changes(module)
     with announced("compiling a graph"):
         compiled = CompiledGraph(
-            module, example_inputs, lengths, options, report, placeless, declared, otherwise, sharded, counts
-        )
+            module, example_inputs, lengths, options, report, placeless, declared, otherwise, sharded, counts,
+            changes,
+        )  # fmt: skip
     return compiled if compiled.streamed else compiled.versions[0]
 
 
@@ -208,7 +215,9 @@ class CompiledGraph:
         otherwise: Otherwise | None = None,
         sharded: ShardedParameters | None = None,
         counts: StepCounts | None = None,
+        changes: ParameterChanges | None = None,
     ) -> None:
+        self.changes = changes
         self.counts = counts or StepCounts()
         self.stored = None if sharded is None else GraphGroups(sharded, example_inputs)
         self.placeless, self.declared = placeless, declared
@@ -242,6 +251,9 @@ class CompiledGraph:
         hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
         if hook is not None:
             return self._instead(f"{hook} {MAY_CHANGE}: this step runs unstreamed")(*inputs)
+        changes = None if isinstance(version, Unstreamed) else self.changes
+        if changes is not None:
+            changes.run(inputs)
         try:
             with around.get()():
                 if isinstance(version, Unstreamed):
@@ -251,8 +263,10 @@ class CompiledGraph:
                 found = version(*inputs, first=first)
         except CompileError as error:
             position = self.versions.index(version)
-            self.versions[position] = self._unstreamed(error)
-            return self.versions[position](*inputs)
+            self.versions[position] = instead = self._unstreamed(error)
+            if changes is not None:  # they are done, and the graph is without them
+                instead = dataclasses.replace(instead, run=self.module)
+            return instead(*inputs)
         if torch.is_grad_enabled():
             self.counts.note(inputs=inputs)
         return found
@@ -349,7 +363,7 @@ class CompiledGraph:
         long = self.otherwise.is_better(facts)
         if long is not None:
             return self._instead(f"the graph runs unstreamed, layer by layer: {why_whole(long)}")
-        if self.options.offload == "host" and not self.placeless and _is_on_cpu(examples):
+        if self.options.offload == "host" and not self.placeless and is_on_cpu(examples):
             warn(HOST_IS_HERE)
         self.options = self.options.for_graph(facts)
         schedule = Schedule(facts, self.options)
@@ -393,14 +407,3 @@ def schedules_of(module: torch.nn.Module) -> list[Schedule]:
     """Schedules of all compiled graphs that read a parameter of `module`, in the order of compilation."""
     found = those_of(module, _compiled)
     return [s for c in sorted(found, key=lambda c: c.schedules[0].number) for s in c.schedules]
-
-
-def _is_on_cpu(examples: Sequence[Any]) -> bool:
-    return all(v.device.type == "cpu" for v in examples if isinstance(v, torch.Tensor))
-
-
-def _differentiates(module: GraphModule) -> bool:
-    output = next(n for n in module.graph.nodes if n.op == "output")
-    values = (n.meta.get("example_value") for n in output.all_input_nodes)
-    leaves = torch.utils._pytree.tree_leaves(list(values))
-    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)

@@ -27,6 +27,7 @@ from ..rules.row_orders import SORTS
 aten = torch.ops.aten
 Rewrite = Callable[[Graph, Node], "Node | None"]
 REWRITES: dict[Any, list[Rewrite]] = {}
+AHEAD: list[Callable[[Graph], None]] = []  # what is done to a graph before its nodes are rewritten
 END = 2**63 - 1
 ELEMENTWISE = set(pointwise_ops()) - {aten.dropout.default, aten.native_dropout.default}
 
@@ -50,12 +51,14 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
     """Bring a captured graph to normal form, in place."""
     graph = captured.module.graph
     _grad_mode_regions(graph)
+    for function in AHEAD:
+        function(graph)
     for node in list(graph.nodes):
-        for function in REWRITES.get(node.target, []):
-            replacement = function(graph, node)
+        for rewriting in REWRITES.get(node.target, []):
+            replacement = rewriting(graph, node)
             if replacement is not None and replacement is not node:
-                _check_replacement(function, node, replacement)
-                if function not in SAME_OBJECT:
+                _check_replacement(rewriting, node, replacement)
+                if rewriting not in SAME_OBJECT:
                     _refuse_shared_name(node, replacement)
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
@@ -287,13 +290,6 @@ def _is_order(node: Any) -> bool:
     if node.target in (aten.argsort.default, aten.argsort.stable):
         return True
     return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in SORTS  # type: ignore[union-attr]
-
-
-@rewrite(aten.concat.default, aten.concatenate.default)
-def concatenated(graph: Graph, node: Node) -> Node:
-    """Another name of `cat`."""
-    call = arguments(node)
-    return insert(graph, node, aten.cat.default, call["tensors"], call["dim"])
 
 
 @rewrite(aten.cat.default)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.facts import Role, tensors_of
+from ..graph.facts import Role, sum_dtype, tensors_of
 from ..graph.op_arguments import arguments
 from ..rules.random_numbers import DRAWS, PROBABILITIES, how_drawn
 from .evaluation import Evaluation, emit
@@ -49,8 +49,8 @@ def drawn(run: Evaluation, node: Node, role: Role) -> Tensor:
 
 @emit(*PROBABILITIES)
 def zeros_and_ones(run: Evaluation, node: Node, role: Role) -> Tensor:
-    """1 where a number between 0 and 1 is less than the probability."""
+    """1 where a number is less than the probability. Half precision has too few numbers between 0 and 1."""
     probable = run.operand(arguments(node)[PROBABILITIES[node.target]], role).detach()
     size, seed = list(probable.shape), run.seed_of(node)
-    number = random_numbers(size, "uniform_", [0.0, 1.0], seed, probable.dtype, probable.device)
+    number = random_numbers(size, "uniform_", [0.0, 1.0], seed, sum_dtype(probable.dtype), probable.device)
     return (number < probable).to(tensors_of(node)[0].dtype)

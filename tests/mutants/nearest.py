@@ -63,7 +63,10 @@ MODULES = {
     "passes/s2_prove/score_rules.py": ["tests/passes/s2_prove/test_score_rules.py"],
     "passes/s2_prove/scores.py": ["tests/passes/s2_prove/test_score_rules.py"],
     "passes/s1_capture/sequence_length.py": ["tests/e2e/inputs/test_inputs.py"],
-    "passes/s1_capture/masked_rows.py": ["tests/e2e/models/test_context.py"],
+    "passes/s1_capture/fills.py": [
+        "tests/passes/s1_capture/test_products_and_fills.py",
+        "tests/e2e/models/test_context.py",
+    ],
     "passes/s3_cut/context_cuts.py": ["tests/e2e/models/test_context.py"],
     "passes/s2_prove/inner_outputs.py": [
         "tests/e2e/guards/test_inner_values.py",

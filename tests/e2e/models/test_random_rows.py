@@ -181,3 +181,25 @@ def test_a_generator_of_the_model_is_left_alone() -> None:
         got = seeded(model, given)
     torch.testing.assert_close(got, seeded(eager, given), rtol=1e-12, atol=0)
     assert model.numbers.get_state().equal(eager.numbers.get_state())
+
+
+@pytest.mark.parametrize("dtype", sample([torch.bfloat16, torch.float16, torch.float32], torch.bfloat16))
+def test_small_probabilities_in_half_precision(dtype: torch.dtype) -> None:
+    """Numbers between 0 and 1 of half precision are 0 once in some hundreds."""
+
+    class Rare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, embeds: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.inner(embeds)
+            drawn = torch.bernoulli(torch.full_like(x, 1e-4)) + torch.zeros_like(x).bernoulli_(x * 0 + 1e-4)
+            return x.float().square().mean(), drawn + 0 * x
+
+    model = streambp_fx.transform(Rare().to(DEVICE, dtype), chunk=512, seq_dim={"embeds": 1}, check="never")
+    torch.manual_seed(0)
+    _, drawn = model(torch.randn(2, 8192, WIDTH, device=DEVICE, dtype=dtype))
+    assert_all_chunked(model)
+    ones = float(drawn.float().sum())
+    assert abs(ones - 2e-4 * drawn.numel()) < 5 * (2e-4 * drawn.numel()) ** 0.5, ones

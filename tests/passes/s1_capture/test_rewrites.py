@@ -13,6 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx.passes import CapturedGraph
+from streambp_fx.passes.graph.facts import tensors_of
+from streambp_fx.passes.rules.registry import rule_of
 from streambp_fx.passes.s1_capture import normalize as module
 from streambp_fx.passes.s1_capture.normalize import RewriteError, normalize
 
@@ -92,6 +94,27 @@ def test_repeated_keys(name: str, causal: bool) -> None:
     torch.testing.assert_close(found(*given), attention(*given))
     handed = aten.repeat_interleave.self_int not in {n.target for n in found.graph.nodes}
     assert handed == name.startswith("heads, ") or handed == (name == "heads")
+
+
+OTHER_NAMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "multiply": lambda h: torch.multiply(h, 2.0) + torch.multiply(h, h),
+    "divide and subtract": lambda h: torch.subtract(torch.divide(h, 3.0), h),
+    "concat": lambda h: torch.concat([h, h * 2], -1) + torch.concatenate([h * 2, h], dim=2),
+    "swapaxes": lambda h: torch.swapaxes(h, 1, 2).moveaxis(1, 2) + h.swapdims(0, 1).swapdims(0, 1),
+    "negative": lambda h: torch.negative(h).absolute() * torch.greater(h, 0.1),
+    "special": lambda h: torch.special.expit(h) + torch.special.exp2(h),
+    "within a function": lambda h: torch.multiply(torch.absolute(h), torch.negative(h)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_other_names_of_ops(name: str) -> None:
+    (h,) = drawn((2, 7, 5))
+    found = normal(OTHER_NAMES[name], h)
+    torch.testing.assert_close(found(h), OTHER_NAMES[name](h))
+    unknown = [n.target for n in found.graph.nodes if n.op == "call_function" and rule_of(n.target) is None]
+    assert unknown == []
+    assert not [n for n in found.graph.nodes for t in tensors_of(n) if str(t.shape[1]) == "7"], "a fixed size"
 
 
 def test_a_wrong_rewrite_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
