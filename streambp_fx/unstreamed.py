@@ -33,7 +33,7 @@ HOST_IS_HERE = (
 )
 LAYERS_FIRST = (
     'order="chunks" changes nothing here, and layers go first: no segment hands rows to the next one and to '
-    "nobody else, or parameters are gathered layer by layer"
+    "nobody else, all read columns of one value, or parameters are gathered layer by layer"
 )
 SHARES_MEMORY = "an input that is changed in place shares memory with another"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from e2e_check import assert_all_chunked, check_exact, compare, in_double, step, transform
 from e2e_memory import live
-from e2e_models import build, padded, perturb, plain, sample, true_double
+from e2e_models import DEVICE, build, padded, perturb, plain, sample, true_double
 from peft import LoraConfig, get_peft_model
 from test_architectures import batch, model_of
 from test_saving import ARCHITECTURES, EAGER, FAMILIES, WIDE
@@ -276,3 +276,39 @@ def test_rows_that_come_in_are_a_state() -> None:
         call(**given).backward()
     for got, want in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-12)
+
+
+class Shared(torch.nn.Module):
+    """Layers that all read columns of one value."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        linear = functools.partial(torch.nn.Linear, 16, 16, dtype=torch.float64)
+        self.kind, self.layers = kind, torch.nn.ModuleList(linear() for _ in range(4))
+
+    def forward(self, embeds: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](embeds)
+        kv = {"detached": x.detach, "drawn": lambda: 0 * torch.rand_like(x) + 0.5}.get(self.kind, x.sin)()
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        for layer in self.layers:
+            keys = kv if self.kind == "keys" else x
+            weights = (x @ keys.transpose(1, 2)).masked_fill(later, -torch.inf).softmax(-1)
+            x = x + layer(weights @ kv).tanh()
+        return (x + kv).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:order=.chunks. changes nothing")
+@pytest.mark.parametrize("kind", sample(["keys", "values", "detached", "drawn"], "keys"))
+def test_columns_that_several_layers_read(kind: str) -> None:
+    """Such a state is not made by one layer for itself: those layers come one after the other."""
+    torch.manual_seed(0)
+    eager = Shared(kind).to(DEVICE)
+    model = copy.deepcopy(eager)
+    transform(model, order="chunks", seq_dim={"embeds": 1}, chunk=8, on_error="raise", check="never")
+    for length in (37, 33):
+        embeds = torch.randn(2, length, 16, dtype=torch.float64, device=DEVICE)
+        for own in (eager, model):
+            own.zero_grad(set_to_none=True)
+            own(embeds).backward()
+        for (name, want), got in zip(eager.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-12, msg=name)
