@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..passes.graph.facts import Facts
+from ..passes.graph.facts import Facts, sum_dtype
 from ..passes.graph.op_arguments import bound
 from ..passes.graph.purity import is_random
 from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES
@@ -137,22 +137,24 @@ def _same_everywhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     op = IN_PLACE.get(func, func)
     if (op not in DRAWS and op not in PROBABILITIES) or isinstance(args[0], FakeTensor):
         return None
-    call = bound(op, args, kwargs)
+    call = bound(func, args, kwargs)
     if op in DRAWS:
         method, given = DRAWS[op]
         number = _typical(method, tuple(float(call[g]) if isinstance(g, str) else g for g in given))
         made = torch.full_like(args[0], number, dtype=call.get("dtype"))
     else:
         probable = call[PROBABILITIES[op]]
-        made = (_typical("uniform_", (0.0, 1.0)) < probable).to(args[0].dtype)
+        drawn = torch.full_like(probable, _typical("uniform_", (0.0, 1.0)), dtype=sum_dtype(probable.dtype))
+        made = (drawn < probable).to(args[0].dtype)
     return args[0].copy_(made) if func in IN_PLACE else made
 
 
 def _typical(method: str, parameters: tuple[float, ...]) -> float:
     """A number of a distribution: always the same, in any dtype."""
-    numbers = torch.Generator().manual_seed(2)
+    numbers = torch.Generator(device="cpu").manual_seed(2)
     given = [int(p) if method == "random_" else p for p in parameters]
-    return float(getattr(torch.empty(1), method)(*given, generator=numbers))
+    made = torch.empty(1, dtype=torch.float64, device="cpu")
+    return float(getattr(made, method)(*given, generator=numbers))
 
 
 def _seed(func: Any, args: Any, kwargs: Any) -> int:

@@ -200,6 +200,6 @@ def test_small_probabilities_in_half_precision(dtype: torch.dtype) -> None:
     model = streambp_fx.transform(Rare().to(DEVICE, dtype), chunk=512, seq_dim={"embeds": 1}, check="never")
     torch.manual_seed(0)
     _, drawn = model(torch.randn(2, 8192, WIDTH, device=DEVICE, dtype=dtype))
-    assert_all_chunked(model)
+    assert_all_chunked(model, at_least=1)
     ones = float(drawn.float().sum())
     assert abs(ones - 2e-4 * drawn.numel()) < 5 * (2e-4 * drawn.numel()) ** 0.5, ones
