@@ -110,9 +110,10 @@ def detached(m: Model, x: Tensor) -> Tensor:
 
 
 def weight(m: Model, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        m.second.weight.clamp_(-0.2, 0.2)
-    return x + m.second(x)
+    """It has been read before, see test_parameter_changes.py."""
+    before = m.second.weight.sum()
+    m.second.weight.data.clamp_(-0.2, 0.2)
+    return x + m.second(x) * before
 
 
 def elements(m: Model, x: Tensor) -> Tensor:
