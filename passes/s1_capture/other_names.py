@@ -5,14 +5,16 @@ PyTorch says so: such an op has no kernel of its own, and what it is composed of
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from ..graph.op_arguments import bound
 from ..graph.tracing import trace
 from ..rules.registry import rule_of
 from .normalize import AHEAD, REWRITES, insert
@@ -63,14 +65,28 @@ def _one_call(node: Node) -> Node | None:
         return node.target.decompose(*args, **kwargs)
 
     values = [leaves[k].meta["val"] for k in places]
-    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), contextlib.nullcontext())
+    if not values or not all(isinstance(v, Tensor) for v in values):
+        return None
     try:
-        with mode, torch.no_grad():
-            traced = trace(composed, *values)
+        with FakeTensorMode(), torch.no_grad():  # of its own: nothing becomes true of the graph's sizes
+            traced = trace(composed, *map(_example, values))
     except Exception:
         return None  # it is not understood, and stays what it is: an op without a rule
     calls = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
     returned = traced.graph.output_node().args[0]
     alone = len(calls) == 1 and calls[0].op == "call_function" and calls[0] is returned
     known = alone and (rule_of(calls[0].target) is not None or calls[0].target in REWRITES)
-    return calls[0] if known else None
+    return calls[0] if known and _has_arguments_of(node, calls[0]) else None
+
+
+def _example(value: Tensor) -> Tensor:
+    """A fake tensor of the shape that a value has in the call that was captured."""
+    sizes = [(s.node.hint or 5) if isinstance(s, torch.SymInt) else s for s in value.shape]
+    return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+
+def _has_arguments_of(node: Node, call: Node) -> bool:
+    """True if a call has no number that the op was not given: none that was made of sizes."""
+    own = pytree.tree_leaves(bound(node.target, node.args, node.kwargs))
+    given = [v for v in pytree.tree_leaves((call.args, call.kwargs)) if not isinstance(v, Node)]
+    return all(any(type(v) is type(o) and v == o for o in own if not isinstance(o, Node)) for v in given)

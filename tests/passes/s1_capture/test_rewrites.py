@@ -100,7 +100,7 @@ OTHER_NAMES: dict[str, Callable[[Tensor], Tensor]] = {
     "multiply": lambda h: torch.multiply(h, 2.0) + torch.multiply(h, h),
     "divide and subtract": lambda h: torch.subtract(torch.divide(h, 3.0), h),
     "concat": lambda h: torch.concat([h, h * 2], -1) + torch.concatenate([h * 2, h], dim=2),
-    "swapaxes": lambda h: torch.swapaxes(h, 1, 2).moveaxis(1, 2) + h.swapdims(0, 1).swapdims(0, 1),
+    "swapaxes": lambda h: torch.swapaxes(h, 1, 2).swapaxes(1, 2) + h.swapdims(0, 1).swapdims(0, 1),
     "negative": lambda h: torch.negative(h).absolute() * torch.greater(h, 0.1),
     "special": lambda h: torch.special.expit(h) + torch.special.exp2(h),
     "within a function": lambda h: torch.multiply(torch.absolute(h), torch.negative(h)),
