@@ -8,6 +8,7 @@ Of the value that lends its shape nothing is read, and no gradient comes to it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,13 +47,16 @@ IN_PLACE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def how_drawn(node: Node) -> tuple[str, tuple[float, ...]]:
-    """The method of a tensor that draws what an op of `DRAWS` draws, and its arguments.
+def how_drawn(op: Any, call: Mapping[str, Any]) -> tuple[str, tuple[float, ...]]:
+    """The method of a tensor that draws what a call of an op of `DRAWS` draws, and its arguments.
+
+    Args:
+        call: arguments of the op by name.
 
     Raises:
         NotSeparable: they are not known when the graph is compiled.
     """
-    call, (method, given) = arguments(node), DRAWS[node.target]
+    method, given = DRAWS[op]
     found = tuple(call[g] if isinstance(g, str) else g for g in given)
     if not all(isinstance(g, (int, float)) for g in found):
         raise NotSeparable("numbers are drawn from a distribution that depends on the sizes of a call")
@@ -66,7 +70,7 @@ def drawn_by_rows(ctx: RuleContext, node: Node) -> Layout:
     if call.get("generator") is not None:
         raise NotSeparable("numbers are drawn from a generator of the model's own")
     if node.target in DRAWS:
-        how_drawn(node)
+        how_drawn(node.target, call)
         return align(ctx, node, [call["self"]])
     lender, probable = call["self"], call[PROBABILITIES[node.target]]
     if [t.shape for t in tensors_of(lender)] != [t.shape for t in tensors_of(probable)]:

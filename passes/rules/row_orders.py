@@ -40,8 +40,8 @@ VIEWS = (*SAME_ENTRIES, aten.expand.default, aten.slice.Tensor, aten.select.int)
 # Ops whose second result, or whose only one, are indices into a dim of their operand.
 SELECTIONS = (aten.topk.default, *SORTS, aten.max.dim, aten.min.dim)
 INDICES = (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)
-# Ops whose entries are all from one of these operands.
-JOINED = {aten.cat.default: 0, aten.stack.default: 0}
+# Ops whose entries are all from one of their operands.
+JOINED = (aten.cat.default, aten.stack.default)
 # Values that are the same everywhere, or not set yet, in the shape of an operand.
 FILLS = (
     aten.zeros_like.default, aten.empty_like.default, aten.full_like.default, aten.ones_like.default,
@@ -125,7 +125,7 @@ def _end(node: Any) -> int | None:
     if node.target is aten.masked_fill.Scalar:
         return _end_of_filled(arguments(node))
     if node.target in JOINED:
-        ends = [_end(part) for part in node.args[JOINED[node.target]]]
+        ends = [_end(part) for part in node.args[0]]
         return None if None in ends else max(ends, default=0)  # type: ignore[type-var]
     second = node.target is operator.getitem and node.args[1] == 1
     source: Any = node.args[0] if second else node

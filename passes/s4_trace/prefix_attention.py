@@ -203,18 +203,23 @@ def causal_block(prefix: Any, rows: Any, columns: Any, device: torch.device) -> 
     return torch.arange(columns, device=device).unsqueeze(0) <= row.unsqueeze(1)
 
 
-# Programs in which an op named dropout_mask stood may be in Inductor's cache with nothing dropped, see NOTE
-# [modes of a step]: this is another name.
-@torch.library.custom_op("streambp_fx::dropout_factors", mutates_args=())
-def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
-    """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed.
+def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A generator with a seed of any length.
 
     NOTE [32 bits of a seed]: PyTorch's generator for CPUs reads no more than the low 32 bits of its seed, and
     ours hold the segment above them. So those that it gets are drawn from all bits.
     """
+    return torch.Generator(device=device).manual_seed(random.Random(seed).getrandbits(32))
+
+
+# Programs in which an op named dropout_mask stood may be in Inductor's cache with nothing dropped, see NOTE
+# [modes of a step]: this is another name.
+@torch.library.custom_op("streambp_fx::dropout_factors", mutates_args=())
+def dropout_mask(like: Tensor, probability: float, seed: int) -> Tensor:
+    """Factors 0 or 1 / (1 - p), shape and dtype of `like`, drawn from a generator with this seed."""
     if probability == 1.0:
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    generator = torch.Generator(device=like.device).manual_seed(random.Random(seed).getrandbits(32))
+    generator = seeded_generator(like.device, seed)
     keep = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     return keep.bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
 

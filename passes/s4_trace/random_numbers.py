@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from ..graph.facts import Role, sum_dtype, tensors_of
 from ..graph.op_arguments import arguments
 from ..rules.random_numbers import DRAWS, PROBABILITIES, how_drawn
 from .evaluation import Evaluation, emit
+from .prefix_attention import seeded_generator
 
 
 @torch.library.custom_op("streambp_fx::random_numbers", mutates_args=())
@@ -20,11 +20,8 @@ def random_numbers(
     size: Sequence[int], method: str, parameters: Sequence[float], seed: int, dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Numbers of a shape and dtype, drawn by a method of a tensor from a generator with this seed.
-
-    See NOTE [32 bits of a seed].
-    """
-    generator = torch.Generator(device=device).manual_seed(random.Random(seed).getrandbits(32))
+    """Numbers of a shape and dtype, drawn by a method of a tensor from a generator with this seed."""
+    generator = seeded_generator(device, seed)
     given = [int(p) if method == "random_" else p for p in parameters]
     made = torch.empty(list(size), dtype=dtype, device=device)
     return getattr(made, method)(*given, generator=generator)
@@ -41,8 +38,9 @@ def _(
 @emit(*DRAWS)
 def drawn(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Drawn for the rows of the chunk."""
-    method, parameters = how_drawn(node)
-    lender, dtype = run.operand(arguments(node)["self"], role), tensors_of(node)[0].dtype
+    call = arguments(node)
+    method, parameters = how_drawn(node.target, call)
+    lender, dtype = run.operand(call["self"], role), tensors_of(node)[0].dtype
     given = [float(p) for p in parameters]
     return random_numbers(list(lender.shape), method, given, run.seed_of(node), dtype, lender.device)
 

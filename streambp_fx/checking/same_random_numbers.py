@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..passes.graph.facts import Facts, sum_dtype
 from ..passes.graph.op_arguments import bound
 from ..passes.graph.purity import is_random
-from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES
+from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES, how_drawn
 from ..passes.s4_trace import prefix_attention, random_numbers  # noqa: F401  (register their ops)
 
 aten = torch.ops.aten
@@ -139,9 +139,7 @@ def _same_everywhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
         return None
     call = bound(func, args, kwargs)
     if op in DRAWS:
-        method, given = DRAWS[op]
-        number = _typical(method, tuple(float(call[g]) if isinstance(g, str) else g for g in given))
-        made = torch.full_like(args[0], number, dtype=call.get("dtype"))
+        made = torch.full_like(args[0], _typical(*how_drawn(op, call)), dtype=call.get("dtype"))
     else:
         probable = call[PROBABILITIES[op]]
         drawn = torch.full_like(probable, _typical("uniform_", (0.0, 1.0)), dtype=sum_dtype(probable.dtype))
