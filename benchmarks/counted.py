@@ -36,7 +36,7 @@ from streambp_fx.runtime.segments.questions_to_data import Questions
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 from streambp_fx.schedule import Schedule
 
-from .gpu import QWEN3_8B
+from .gpu_models import DENSE as QWEN3_8B
 from .gpu_steps import make_model
 from .tables import MIB
 

@@ -1,8 +1,9 @@
 """One GPU in minutes: exactness, peak and time by length, and the longest sequence; see gpu.sh.
 
-The model has the shape of Qwen3-8B, cut to some layers. Every mode runs in a process of its own, within its
-share of the time. The search for the longest sequence lends each mode the same memory over weights and
-gradients, less than the device has: with all of it, one step would take longer than the whole run may.
+The model has the sizes of Qwen3-8B, or those of another case, cut to some layers. Every mode runs in a
+process of its own, within its share of the time. The search for the longest sequence lends each mode the same
+memory over weights and gradients, less than the device has: with all of it, one step would take longer than
+the whole run may.
 """
 
 from __future__ import annotations
@@ -23,32 +24,11 @@ from rich.console import Console
 
 from streambp_fx.units import parse_bytes
 
+from .gpu_models import CASES, TINY
 from .gpu_steps import Job, as_json, run
 from .gpu_tables import gpu_tables
 from .modes import MODES, Setup, environment
 
-QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 1 << 21,
-    "use_cache": False,
-}
-TINY: dict[str, Any] = {
-    **QWEN3_8B,
-    "vocab_size": 8192,  # wide enough for a peak that the kernel counts
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_hidden_layers": 1,
-}
 LENGTHS = (8192, 16384, 32768, 65536, 131072, 262144)
 LAYERS = 8
 #: In order of interest: time may run out.
@@ -80,8 +60,17 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, required=True, help=argparse.SUPPRESS)
     made.add_argument("--tiny", action="store_true", help="toy sizes on a CPU, all in this process")
     made.add_argument("--minutes", type=float, default=8.5, metavar="N", help="for everything (8.5)")
+    made.add_argument(
+        "--case", choices=sorted(CASES), default="dense", help="the model (dense: Qwen3-8B's sizes)"
+    )
     made.add_argument("--layers", type=int, metavar="N", help=f"of the model ({LAYERS}, or what fits)")
-    made.add_argument("--chunk", type=int, default=2048, metavar="N", help="rows of a chunk (2048)")
+    made.add_argument(
+        "--chunk",
+        type=lambda given: given if given == "auto" else int(given),
+        default=2048,
+        metavar="N",
+        help='rows of a chunk, or "auto" (2048)',
+    )
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the steps")
     made.add_argument("--modes", metavar="A,B", help="modes in order")
     made.add_argument("--lengths", metavar="A,B", help="tokens of the steps that are measured")
@@ -189,14 +178,12 @@ class Run:
         self.args, self.ends = args, time.monotonic() + 60 * args.minutes
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         self.setup = Setup("cpu" if args.tiny else "cuda")
-        config = TINY if args.tiny else QWEN3_8B
-        self.config = {**config, "num_hidden_layers": self._layers(config)}
+        config, layers = (TINY, None) if args.tiny else CASES[args.case]
+        self.config = {**config, "num_hidden_layers": args.layers or layers or self._layers(config)}
         self.found: list[Found] = []
         self.launch = in_place if args.tiny else in_process
 
     def _layers(self, config: dict[str, Any]) -> int:
-        if self.args.layers:
-            return self.args.layers
         if self.args.tiny:
             return config["num_hidden_layers"]
         return layers_that_fit(config, torch.cuda.get_device_properties(0).total_memory)
@@ -231,13 +218,14 @@ class Run:
             exact = replace(self.job("streamed"), exact=tokens, config=config)
             left = self.ends - time.monotonic()
             self._do(Found("exactness"), exact, min(0.5, max(1.0 / 6, EXACTNESS / max(left, 1.0))))
+        kind = self.config["model_type"]
         modes = self.args.modes.split(",") if self.args.modes else self._default()
         for position, name in enumerate(modes):
-            found = Found(name, reason=MODES[name].unavailable(self.setup, "qwen3"))
+            found = Found(name, reason=MODES[name].unavailable(self.setup, kind))
             if found.reason:
                 self.found.append(found)
             else:
-                waiting = [m for m in modes[position:] if not MODES[m].unavailable(self.setup, "qwen3")]
+                waiting = [m for m in modes[position:] if not MODES[m].unavailable(self.setup, kind)]
                 self._do(found, self.job(name), 1 / len(waiting))
         self._write()
         ours = [f for f in self.found if f.mode in MODES and MODES[f.mode].ours]

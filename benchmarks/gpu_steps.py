@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+import streambp_fx
 from streambp_fx.measure.step import Measurement, measure_step
 from streambp_fx.models.loading import random_tokens
 
@@ -33,7 +34,7 @@ class Job:
         config: fields of the model's config, its model_type among them.
         mode: one of `modes.MODES`.
         tokens: lengths whose step is measured, ascending.
-        chunk: rows of a chunk of a layer.
+        chunk: rows of a chunk of a layer, or "auto".
         seconds: for all of it, from the start of the process.
         activation_bytes: what a step may take over weights and gradients in the search for the longest; None:
             what the device has.
@@ -48,7 +49,7 @@ class Job:
     config: dict[str, Any]
     mode: str
     tokens: tuple[int, ...] = ()
-    chunk: int = 2048
+    chunk: int | Literal["auto"] = 2048
     dtype: str = "bfloat16"
     device: str = "cuda"
     seconds: float = 60.0
@@ -139,8 +140,8 @@ class Steps:
             if expected > self.left():
                 emit({"event": "length", "tokens": tokens, "reason": "no time left"})
                 continue
-            measured = [self.measure(tokens) for _ in range(self.job.steps + 1)][1:]
-            if any(m is None for m in measured):
+            first, *measured = [self.measure(tokens) for _ in range(self.job.steps + 1)]
+            if first is None or any(m is None for m in measured):
                 emit({"event": "length", "tokens": tokens, "reason": "out of memory"})
                 return last
             found = [m for m in measured if m is not None]
@@ -149,10 +150,17 @@ class Steps:
             peak = max(m.peak_bytes for m in found)
             loss = found[-1].losses[0]
             event = {"tokens": tokens, "peak_bytes": peak, "seconds": seconds, "median": last, "loss": loss}
-            emit({"event": "length", **event})
+            more = {"first": {"seconds": first.seconds, "peak_bytes": first.peak_bytes}, **self.self_check()}
+            emit({"event": "length", **event, **more})
             if self.job.profile:
                 emit({"event": "kernels", "tokens": tokens, **self.kernels(tokens)})
         return last
+
+    def self_check(self) -> dict[str, Any]:
+        """What the self-check said, its seconds among it; nothing in a mode that has none."""
+        schedule = streambp_fx.schedule(self.model)
+        check = None if schedule is None else schedule.check
+        return {} if check is None else {"check": list(check.lines()), "check_seconds": check.seconds}
 
     def kernels(self, tokens: int) -> dict[str, Any]:
         """Of one step the milliseconds in kernels, and calls and milliseconds by kernel, the most first."""

@@ -7,8 +7,10 @@ numerically better formula would be lost without a word. So the function stays o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
@@ -132,7 +136,8 @@ class Retrace(Interpreter):
         if n.target is torch._C._set_grad_enabled:
             self.memory.synchronize()
         try:
-            result = super().run_node(n)
+            with _operands_keep_their_gradients([v.tensor for v in given]):
+                result = super().run_node(n)
         except NotPureError as error:
             error.node = error.node or n
             raise
@@ -175,6 +180,27 @@ class Retrace(Interpreter):
         if kwargs.get("dirty_idx"):
             raise MutationError("a custom autograd function changes its inputs in place", self.node)
         return _as_one_node(CustomFunction(args[0], args[1], kwargs), args[2:])
+
+
+@contextlib.contextmanager
+def _operands_keep_their_gradients(operands: list[torch.Tensor]) -> Iterator[None]:
+    """Within: an op in a region without gradients does not take the place of an operand that has one.
+
+    NOTE [results that are operands]: some ops may return the very tensor that they are given (`to` the dtype
+    that it has, `contiguous`), and the trace then takes every later use of the tensor for one of the result.
+    In a region without gradients such a result would have none; so the tensor stands for what it was.
+    """
+    mode = None if torch.is_grad_enabled() else get_proxy_mode()
+    if mode is None:
+        yield
+        return
+    tracer = mode.tracer
+    had = [v for v in operands if v.requires_grad and not isinstance(v, FunctionalTensor)]
+    before = [get_proxy_slot(v, tracer, None) for v in had]
+    yield
+    for value, proxy in zip(had, before, strict=True):
+        if proxy is not None and get_proxy_slot(value, tracer, None) is not proxy:
+            set_proxy_slot(value, tracer, proxy)
 
 
 def _selects(user: Node) -> bool:

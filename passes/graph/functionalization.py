@@ -166,7 +166,8 @@ class Functionalization(FunctionalTensorMode):
         self.call: tuple[tuple, dict[str, Any]] = (), {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.dropout.default and drops_nothing(*args, **(kwargs or {})):
+        dropout = (torch.ops.aten.dropout.default, torch.ops.aten.dropout_.default)
+        if func in dropout and drops_nothing(*args, **(kwargs or {})):
             return args[0]  # NOTE [dropout that drops nothing]
         if func is torch.ops.aten.dropout_.default:  # and not the ops that PyTorch would make of it
             made = self._made(torch.ops.aten.dropout.default, types, args, kwargs or {})

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Literal
 
 import torch
 
@@ -76,7 +76,7 @@ class StepSpec:
         mode: "eager", "checkpointing" (Hugging Face gradient checkpointing) or "streamed".
         seq_len: tokens of each sequence.
         chunk, loss_chunk: sequence rows of a chunk of a layer and of the loss head ("streamed" only); a
-            loss_chunk of None is chosen by `transform`.
+            chunk of "auto" and a loss_chunk of None are chosen by `transform`.
         dtype: of weights and activations, one of `DTYPES`.
         batch_size: sequences in the batch.
         threads: of PyTorch in the process; 0 leaves PyTorch's default.
@@ -103,7 +103,7 @@ class StepSpec:
     source: str
     mode: str
     seq_len: int
-    chunk: int
+    chunk: int | Literal["auto"]
     loss_chunk: int | None = 256
     dtype: str = "float32"
     batch_size: int = 1
@@ -126,7 +126,7 @@ class StepSpec:
         minima = {"seq_len": 2, "chunk": 1, "loss_chunk": 1, "batch_size": 1, "steps": 1, "threads": 0}
         for name, minimum in minima.items():
             given = getattr(self, name)
-            if given is not None and given < minimum:
+            if given is not None and not (name == "chunk" and given == "auto") and given < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
         if self.warmup_len is not None and not 2 <= self.warmup_len <= self.seq_len:
             raise ValueError(f"warmup_len must be from 2 to seq_len={self.seq_len}, not {self.warmup_len}")

@@ -5,7 +5,7 @@ import torch
 
 import streambp_fx
 from benchmarks.counted import counted, main
-from benchmarks.gpu import TINY
+from benchmarks.gpu_models import TINY
 from benchmarks.gpu_steps import make_model
 from streambp_fx.measure.live_bytes import peak_live_bytes
 

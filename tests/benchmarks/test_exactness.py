@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import gpu_steps
-from benchmarks.gpu import TINY, Found
+from benchmarks.gpu import Found
+from benchmarks.gpu_models import TINY
 from benchmarks.gpu_steps import Job, exactness
 from benchmarks.gpu_tables import gpu_tables
 from benchmarks.modes import MODES, Setup

@@ -6,7 +6,8 @@ from benchmarks.batch import confirmed, largest
 from benchmarks.cases import CASES, Workload
 from benchmarks.errors import BenchmarkError
 from benchmarks.fits import exponent, slope
-from benchmarks.gpu import QWEN3_8B, layers_that_fit
+from benchmarks.gpu import layers_that_fit
+from benchmarks.gpu_models import DENSE
 from benchmarks.measuring import Result
 from benchmarks.modes import MODES
 from benchmarks.sweeps import fitted, workloads
@@ -80,7 +81,7 @@ def test_nothing_fits():
 
 def test_layers_that_fit_a_gpu():
     gib = 2**30
-    assert layers_that_fit(QWEN3_8B, 80 * gib) == 8
-    assert layers_that_fit(QWEN3_8B, 80 * gib, most=36) == 36
-    assert layers_that_fit(QWEN3_8B, 16 * gib) == 4
-    assert layers_that_fit(QWEN3_8B, 4 * gib) == 1
+    assert layers_that_fit(DENSE, 80 * gib) == 8
+    assert layers_that_fit(DENSE, 80 * gib, most=36) == 36
+    assert layers_that_fit(DENSE, 16 * gib) == 4
+    assert layers_that_fit(DENSE, 4 * gib) == 1

@@ -112,6 +112,32 @@ def used_without_grad(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x * gate + m.lin2(x)
 
 
+# Ops that may return the very value that they are given, where autograd sees nothing.
+RETURNED: dict[str, Any] = {
+    "to its dtype": lambda h: h.to(h.dtype),
+    "contiguous": lambda h: h.contiguous(),
+    "type_as itself": lambda h: h.type_as(h),
+    "real": torch.real,
+    "conj": torch.conj,
+    "dropout of nothing in place": lambda h: F.dropout(h.double(), 0.0, True, inplace=True),
+    "a norm": lambda h: F.layer_norm(h, (WIDTH,)),
+    "atleast_3d": torch.atleast_3d,
+}
+
+
+def returned(make: Any) -> Any:
+    def block(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+        h = m.lin(x)
+        with torch.no_grad():
+            gate = make(h).sigmoid()
+        return x * gate + h * m.scale + m.lin2(h)
+
+    return block
+
+
+CASES.blocks({f"{name}, without gradients": returned(make) for name, make in RETURNED.items()})
+
+
 @CASES.block()
 def only_by_its_sign(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """Ops that have no derivative: eager gives zeros, or None where the graph ends."""

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streambp_fx
 from streambp_fx.backend import streambp
+from streambp_fx.versions.differences import offload_ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -160,11 +161,17 @@ def test_other_attention(family: str, impl: str) -> None:
 )
 def test_policies(options: dict[str, Any]) -> None:
     """Twice the same: what was sent away comes back as it was."""
+    skip_without_offload(options)
     batches = {name: ALL[name] for name in ("T=1000", "right", "left")}
     for dtype in (torch.float32, torch.bfloat16):
         model = make(dtype=dtype, num_hidden_layers=4)
         within = 2 if dtype == torch.float32 else 1.1
         assert_all_chunked(check(model, {**batches, "again": ALL["T=1000"]}, within, **options))
+
+
+def skip_without_offload(options: dict[str, Any]) -> None:
+    if options.get("offload") == "host" and offload_ops() is None:
+        pytest.skip("this PyTorch cannot offload to the host")
 
 
 def peak(model: Any, given: dict[str, torch.Tensor]) -> int:
@@ -193,6 +200,7 @@ MEMORY = {
 @pytest.mark.parametrize("policy", MEMORY)
 def test_the_peak_is_as_predicted(policy: str, dtype: torch.dtype) -> None:
     """By the allocator, whose blocks are multiples of 512 bytes; kernels have memory of their own."""
+    skip_without_offload(MEMORY[policy])
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "vocab_size": 8192}
     model = make(dtype=dtype, **sizes)
     checkpointed = copy.deepcopy(model)
