@@ -1,6 +1,7 @@
 """Products in normal form: an einsum of two operands is a matrix product of their dims in another order.
 
-And attention whose keys and values are repeated heads reads the heads as they are (equal up to rounding).
+And attention reads repeated keys and values as the heads that they are, of one head size (equal up to
+rounding).
 """
 
 from __future__ import annotations
@@ -155,7 +156,13 @@ def cast_heads(graph: Graph, node: Node) -> Node | None:
 
 
 @rewrite(aten.scaled_dot_product_attention.default)
-def grouped_attention(graph: Graph, node: Node) -> Node | None:
+def attention_heads(graph: Graph, node: Node) -> Node | None:
+    """Attention over heads that are stored once for their group, with keys and values of one head size."""
+    grouped = _grouped(graph, node)
+    return _of_one_size(graph, grouped or node) or grouped
+
+
+def _grouped(graph: Graph, node: Node) -> Node | None:
     """Hand the kernel the heads as they are: repeated keys and values are never stored."""
     call = sdpa_arguments(node)
     key, value = grouped_source(call["key"]), grouped_source(call["value"])
@@ -169,3 +176,50 @@ def grouped_attention(graph: Graph, node: Node) -> Node | None:
         graph, node, node.target, call["query"], key[0], value[0], call["attn_mask"], call["dropout_p"],
         call["is_causal"], scale=call["scale"], enable_gqa=True,
     )  # fmt: skip
+
+
+def _of_one_size(graph: Graph, node: Node) -> Node | None:
+    """Keys and values of two head sizes: the smaller ones get zeros.
+
+    NOTE [head sizes of latent attention]: PyTorch's flash attention wants one head size. With two, a CPU
+    would make scores of all columns, and a GPU use a slower kernel. Zeros behind the channels of queries and
+    keys change no score; those behind the channels of values make channels of the result that are cut off.
+    The state grows by them: 192 + 192 channels and not 192 + 128 in DeepSeek's models.
+    """
+    call = sdpa_arguments(node)
+    given = [call[name] for name in ("query", "key", "value")]
+    of_keys, of_values = (shape_of(n)[-1] for n in given[1:])
+    numbers = of_keys.is_Integer and of_values.is_Integer
+    if not numbers or of_keys == of_values or len(shape_of(given[0])) != 4 or call["dropout_p"] != 0.0:
+        return None
+    mask = call["attn_mask"]
+    if mask is not None and mask.meta["val"].dtype != torch.bool:
+        return None  # a row of equal huge numbers has another gradient in flash attention than in products
+    size = max(int(of_keys), int(of_values))
+    if not _flash_takes(given, size):
+        return None
+    query, key, value = (_wider(graph, node, n, size) for n in given)
+    scale = int(of_keys) ** -0.5 if call["scale"] is None else call["scale"]
+    made = insert(
+        graph, node, node.target, query, key, value, call["attn_mask"], 0.0, call["is_causal"],
+        scale=scale, enable_gqa=call["enable_gqa"],
+    )  # fmt: skip
+    return insert(graph, node, aten.slice.Tensor, made, 3, 0, int(of_values))
+
+
+def _flash_takes(given: list[Node], size: int) -> bool:
+    """Whether flash attention of the device is for operands of these dtypes, with heads of a size.
+
+    On a CPU products in half precision are computed in float32, which flash attention does not do.
+    """
+    dtypes = {n.meta["val"].dtype for n in given}
+    device = given[0].meta["val"].device.type
+    if device == "cuda":
+        return len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} and size <= 256
+    return device == "cpu" and len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+
+
+def _wider(graph: Graph, before: Node, heads: Node, size: int) -> Node:
+    """Heads (B, H, n, D) with zeros behind their channels, (B, H, n, size)."""
+    more = size - int(shape_of(heads)[-1])
+    return heads if more == 0 else insert(graph, before, aten.constant_pad_nd.default, heads, [0, more])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from e2e_adversary import STREAMED, WHATEVER, Cases
-from e2e_subject import HUGE, NEVER, Subject, grid, heads, joined, later
+from e2e_subject import HUGE, NEVER, Block, Subject, grid, heads, joined, later
 from torch import Tensor
 
 from adversaries.scores import causal, distance, huge
@@ -402,3 +402,41 @@ def sinks_without_numbers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 def linear_of_a_vector(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """A weight of one dim, and a bias of none."""
     return x + F.linear(x, m.scale, m.table[0, 0]).unsqueeze(-1)
+
+
+def _of_two_sizes(more: bool, mask: Callable[[Tensor], Tensor] | None, **options: object) -> Block:
+    """Values with half the channels of the keys, or twice as many, as latent attention has them."""
+
+    def block(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = heads(m.lin(x)), heads(m.lin2(x)), heads(m.v(x))
+        v = torch.cat([v, v.sin()], -1) if more else v[..., :2] * v[..., 2:]
+        allowed = None if mask is None else mask(x)
+        o = F.scaled_dot_product_attention(q, k, v, allowed, is_causal=mask is None, **options)  # type: ignore[arg-type]
+        return x + joined(o[..., :4] * o[..., 4:] if more else torch.cat([o, o.tanh()], -1))
+
+    return block
+
+
+def _seen(x: Tensor) -> Tensor:
+    """No row before the third sees anything."""
+    return ~later(x) & (grid(x)[0] >= 3)
+
+
+TWO_SIZES: dict[str, Block] = {
+    "fewer channels of values, causal": _of_two_sizes(False, None),
+    "more channels of values, causal": _of_two_sizes(True, None),
+    "fewer channels of values, a scale": _of_two_sizes(False, None, scale=0.9),
+    "more channels of values, a window": _of_two_sizes(True, lambda x: ~later(x) & (distance(x) < 7)),
+    "fewer channels of values, rows that see nothing": _of_two_sizes(False, _seen),
+    "more channels of values, rows that see nothing": _of_two_sizes(True, _seen),
+    "fewer channels of values, a mask of numbers": _of_two_sizes(False, lambda x: causal(x)),
+    "more channels of values, a mask of huge numbers": _of_two_sizes(True, lambda x: huge(x)),
+}
+CASES.blocks(TWO_SIZES)
+
+
+@CASES.block(name="fewer channels of values, dropout of nothing")
+def fewer_channels_dropout(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = heads(m.lin(x)), heads(m.lin2(x))[:, :1], heads(m.v(x))[:, :1, :, :3]
+    o = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, is_causal=True, enable_gqa=True)
+    return x + F.pad(joined(o), (0, 3))

@@ -27,9 +27,11 @@ EINSUMS = {
 KEPT = {"bij->bji": ((2, 5, 4),), "bij,bk->bi": ((2, 5, 4), (2, 3)), "ii,ij->ij": ((4, 4), (4, 5))}
 
 
-def normal(function: Callable[..., Any], *given: Tensor) -> tuple[GraphModule, set[Any]]:
+def normal(
+    function: Callable[..., Any], *given: Tensor, sizes: str = "symbolic"
+) -> tuple[GraphModule, set[Any]]:
     """A function's graph in normal form, and the ops in it."""
-    module = make_fx(function, pre_dispatch=True, tracing_mode="symbolic")(*given)
+    module = make_fx(function, pre_dispatch=True, tracing_mode=sizes)(*given)
     normalize(CapturedGraph(module))
     return module, {n.target for n in module.graph.nodes if n.op == "call_function"}
 
@@ -58,6 +60,47 @@ def test_einsum_that_is_no_product(equation: str) -> None:
 def test_an_einsum_that_broadcasts_stays() -> None:
     given = drawn((1, 5, 4), (2, 6, 4))
     assert aten.einsum.default in normal(lambda a, b: torch.einsum("bid,bjd->bij", a, b), *given)[1]
+
+
+SIZES = {"fewer channels of values": (6, 4), "more channels of values": (4, 6), "one size": (4, 4)}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_heads_of_two_sizes(sizes: str) -> None:
+    """Zeros make them one, with the scale of the keys' own size; heads are stored once for a group."""
+    of_keys, of_values = SIZES[sizes]
+    q, k, v = drawn((2, 4, 5, of_keys), (2, 2, 5, of_keys), (2, 2, 5, of_values))
+    hidden = torch.ones(5, 5, dtype=torch.bool).tril()
+    hidden[:2] = False
+
+    def attend(q: Tensor, *kv: Tensor) -> Tensor:
+        k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 4, 5, -1) for x in kv[:2])
+        mask = kv[2] if len(kv) > 2 else None
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+
+    for more in ((), (hidden,)):
+        module, ops = normal(attend, q, k, v, *more, sizes="fake")
+        assert (aten.constant_pad_nd.default in ops) == (of_keys != of_values)
+        (attention,) = module.graph.find_nodes(
+            op="call_function", target=aten.scaled_dot_product_attention.default
+        )
+        shapes = [tuple(n.meta["val"].shape) for n in attention.args[:3]]
+        assert shapes == [(2, n, 5, max(of_keys, of_values)) for n in (4, 2, 2)]
+        torch.testing.assert_close(module(q, k, v, *more), attend(q, k, v, *more))
+
+
+@pytest.mark.parametrize("what", ["numbers in a mask", "half precision on a CPU", "dropout", "three dims"])
+def test_heads_of_two_sizes_that_stay(what: str) -> None:
+    q, k, v = drawn((2, 4, 5, 6), (2, 4, 5, 6), (2, 4, 5, 4))
+    mask = torch.zeros(5, 5, dtype=torch.float64) if what == "numbers in a mask" else None
+    if what == "half precision on a CPU":
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    if what == "three dims":
+        q, k, v = q[0], k[0], v[0]
+    rate = 0.5 if what == "dropout" else 0.0
+    given = (q, k, v) if mask is None else (q, k, v, mask)
+    _, ops = normal(lambda *x: F.scaled_dot_product_attention(*x, dropout_p=rate), *given, sizes="fake")
+    assert aten.constant_pad_nd.default not in ops
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
