@@ -16,7 +16,7 @@ OURS, PEERS = "#0072B2", "#B8B8B8"
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
-def _figure(width: float, height: float) -> Any:
+def figure_of(width: float, height: float) -> Any:
     """matplotlib's figure, drawn without a display; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def draw_cases(
     shown = [(c, [r for r in rs if r.peak_bytes is not None or r.seconds]) for c, rs in groups]
     shown = [(c, rs) for c, rs in shown if rs]
     heights = [0.9 + 0.28 * len(rs) for _, rs in shown]
-    figure = _figure(11, sum(heights)) if shown else None
+    figure = figure_of(11, sum(heights)) if shown else None
     if figure is None:
         return []
     panels = figure.subplots(len(shown), 2, squeeze=False, height_ratios=heights)
@@ -92,7 +92,7 @@ def draw_sweep(
         "seconds a step": lambda r: r.median,
     }
     measures = {what: of for what, of in measures.items() if any(of(r) for r in results)}
-    figure = _figure(5 * len(measures), 4) if measures else None
+    figure = figure_of(5 * len(measures), 4) if measures else None
     if figure is None:
         return []
     panels = figure.subplots(1, len(measures), squeeze=False)[0]
@@ -115,7 +115,7 @@ def draw_training(runs: Sequence[Any], path: Path, endings: Sequence[str] = (".p
         path: of the pictures, without an ending.
         endings: of the pictures.
     """
-    figure = _figure(10, 3.4)
+    figure = figure_of(10, 3.4)
     if figure is None:
         return []
     losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
