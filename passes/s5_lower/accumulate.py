@@ -1,6 +1,7 @@
 """accumulate: gradients of parameters are added to their sums where they are made, without a temporary.
 
-A product of a weight is added by the op that makes it, and rows of a table that were looked up by index.
+A product of a weight is added by the op that makes it, rows of a table that were looked up by index, and
+products of groups of rows (experts) some columns at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from torch.fx import Graph, Node
 from ..graph.facts import sum_dtype
 
 aten = torch.ops.aten
+GROUPED = aten._grouped_mm.default
+PARTS = 4  # of a gradient of groups: each more makes more kernels, and spares less
+ALIGNED = 8  # columns of a part are multiples of these: kernels want 16 bytes, so eight numbers of two
 
 
 def accumulate(graph: Graph, count: int, eager: bool) -> None:
@@ -32,7 +36,11 @@ def accumulate(graph: Graph, count: int, eager: bool) -> None:
         if gradient is None:
             continue
         single = isinstance(gradient, Node) and gradients.count(gradient) == 1 and len(gradient.users) == 1
-        added = single and (_as_product(graph, buffer, gradient, eager) or _as_rows(graph, buffer, gradient))
+        added = single and (
+            _as_product(graph, buffer, gradient, eager)
+            or _as_rows(graph, buffer, gradient)
+            or _as_groups(graph, buffer, gradient)
+        )
         if not added:
             with graph.inserting_after(gradient):
                 graph.call_function(aten.add_.Tensor, (buffer, gradient))
@@ -82,6 +90,45 @@ def _as_rows(graph: Graph, buffer: Node, gradient: Node) -> bool:
         places = _made(graph, aten.reshape.default, places, [-1])
         graph.call_function(aten.index_add_.default, (buffer, 0, places, rows))
     return True
+
+
+def _as_groups(graph: Graph, buffer: Node, gradient: Node) -> bool:
+    """The gradient of a product of groups of rows, (groups, m, n), is made and added a part of n at a time.
+
+    NOTE [gradients of experts]: such a gradient is as large as all experts together, whatever the chunk. No
+    op adds it to a sum, so all of it would be alive beside the sum, for each chunk.
+    """
+    product, transposed = gradient, False
+    if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # of autocast
+        product = product.args[0]
+    while product.target is aten.transpose.int and len(product.users) == 1 and _turns_the_last(product):
+        product, transposed = product.args[0], not transposed
+    if product.target is not GROUPED or len(product.users) != 1 or product.meta["val"].dim() != 3:
+        return False
+    left, right, *more = product.args
+    if (
+        right.meta["val"].dim() != 2
+        or product.kwargs
+        or product.meta["val"].device != buffer.meta["val"].device
+    ):
+        return False
+    columns = right.meta["val"].shape[1]
+    if not isinstance(columns, int) or columns % (PARTS * ALIGNED):
+        return False
+    step = columns // PARTS
+    with graph.inserting_before(gradient):
+        total = _made(graph, aten.transpose.int, buffer, -2, -1) if transposed else buffer
+        for start in range(0, columns, step):
+            part = _made(graph, aten.slice.Tensor, right, 1, start, start + step)
+            part = _made(graph, GROUPED, left, part, *more)
+            into = _made(graph, aten.slice.Tensor, total, 2, start, start + step)
+            graph.call_function(aten.add_.Tensor, (into, part))
+    return True
+
+
+def _turns_the_last(node: Node) -> bool:
+    """True for a transpose of the last two of three dims."""
+    return node.meta["val"].dim() == 3 and {d % 3 for d in node.args[1:]} == {1, 2}  # type: ignore[operator]
 
 
 def _made(graph: Graph, op: Any, *args: Any) -> Node:
