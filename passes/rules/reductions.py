@@ -112,8 +112,11 @@ def topk(ctx: RuleContext, node: Node) -> Layout:
 
 @rule(operator.getitem)
 def getitem(ctx: RuleContext, node: Node) -> Layout:
-    """One of several results; they all have the layout of the op."""
-    return ctx.layout(node.args[0])
+    """One of several results; they all have the layout of the op, so they have to have as many dims."""
+    layout = ctx.layout(node.args[0])
+    if len(layout) != len(shape_of(node)):
+        raise NotSeparable("a result that has not as many dims as the op's first")
+    return layout
 
 
 @rule(aten.cross_entropy_loss.default)

@@ -248,3 +248,10 @@ def a_bias_of_columns(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 def biases_without_scores(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """No product is near: columns are summed, and are all of them."""
     return x * by_distance(m, x).sum(-1).mean(1).unsqueeze(-1)
+
+
+@CASES.block(WHATEVER)
+def words_once_each(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Two results, and the second has more dims than the first."""
+    words, places = torch.unique(ids, return_inverse=True)
+    return x + m.lin(m.table[words])[places]
