@@ -69,6 +69,7 @@ PASSES: tuple[GraphPass, ...] = (
         "Dynamo graph -> one functional pre-dispatch ATen graph, symbolic in the sequence length",
         lambda _, request: capture(request.module, request.example_inputs, request.lengths),
         gives=("graph",),
+        autocast=True,
     ),
     Pass(
         "autocast",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from ..graph.facts import PassError
 from .log import report
@@ -28,6 +30,7 @@ class Pass(Generic[Subject, Settings]):
         needs, gives: what must be known before it, and what is known after it, in words.
         applies: whether these settings ask for it.
         optional: it may be switched off: what comes out is then slower or larger, and the same.
+        autocast: it runs under the autocast of the step. Later passes do not: by then casts are ops.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Pass(Generic[Subject, Settings]):
     gives: tuple[str, ...] = ()
     applies: Callable[[Settings], bool] = lambda settings: True
     optional: bool = False
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         _OPTIONAL[self.name] = self.optional
@@ -106,7 +110,8 @@ def run_passes(
         if not one.applies(settings) or (one.optional and one.name in _switched_off.get()):
             continue
         start = time.perf_counter()
-        subject = _guarded(one.name, one.run, subject, settings)
+        with nullcontext() if one.autocast else torch._C._DisableAutocast():
+            subject = _guarded(one.name, one.run, subject, settings)
         seconds = time.perf_counter() - start
         if verify is not None and checked:
             _guarded(one.name, verify, one, subject)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..passes.graph.facts import Facts, sum_dtype
+from ..passes.graph.functionalization import drops_nothing
 from ..passes.graph.op_arguments import bound
 from ..passes.graph.purity import is_random
 from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES, how_drawn
@@ -97,11 +98,20 @@ class _NoDropout(TorchFunctionMode):
         if self.drawing.on:
             return func(*args, **kwargs)
         if func in DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            given = args[0] if args else kwargs["input"]
+            # where gradients are off, what it gives has none, unless it gives back what it was given
+            same = torch.is_grad_enabled() or not given.requires_grad or _gives_back(func, args, kwargs)
+            return given if same else given.detach()
         if func in ATTENTIONS:
             kwargs.pop("dropout_p", None)
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         return func(*args, **kwargs)
+
+
+def _gives_back(func: Any, args: Any, kwargs: Any) -> bool:
+    """True for a dropout that drops nothing, and for one in place."""
+    in_place = func in (torch.dropout_, aten.dropout_.default) or kwargs.get("inplace", args[3:4] == (True,))
+    return bool(in_place) or drops_nothing(*args, **kwargs)
 
 
 class _Seeded(TorchDispatchMode):

@@ -92,8 +92,10 @@ def run(
                 found.value += _product(value, cotangents[-1])
         results.clear()
         if roots and (wanted is None or wanted):
-            # edges and not tensors: for those a mode for torch functions would be off in the backward
-            torch.autograd.backward(roots, cotangents)
+            # Edges and not tensors: for those a mode for torch functions would be off in the backward. And
+            # without autocast: the step may be called under it, and its backward usually is not.
+            with torch._C._DisableAutocast():
+                torch.autograd.backward(roots, cotangents)
     for position, (before, after) in enumerate(zip(inputs, given, strict=True)):
         if isinstance(before, Tensor) and position not in fixed and not torch.equal(before, after):
             found.buffers[position] = after.detach()

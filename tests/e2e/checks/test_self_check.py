@@ -76,6 +76,11 @@ class Layer(nn.Module):
             x = x + x.cumsum(1) * 0.1
         if self.what == "dropout":
             x = F.dropout(x, 0.3, self.training)
+        if self.what == "dropout without gradients":
+            h = self.out(x)
+            with torch.no_grad():
+                h = F.dropout(h, 0.3, self.training)
+            x = x + self.narrow(self.wide(h))
         if self.what == "noise":
             x = x + 0.1 * torch.randn_like(x)
         return x + self.narrow(F.gelu(self.wide(x)))
@@ -641,6 +646,21 @@ def test_no_false_alarm(family: str, dtype: str, case: str) -> None:
     found = checked(model)
     assert found.status == "agrees" and found.difference < DTYPES[dtype], str(found)
     assert found.rows == min(25, CASES[case]()["input_ids"].shape[1]), str(found)
+
+
+@pytest.mark.parametrize("call", ["transform", "compile"])
+def test_a_dropout_without_gradients_is_no_difference(call: str) -> None:
+    """Within the check it drops nothing, and gives nothing a gradient all the same."""
+    model = make("dropout without gradients")
+    run: Any = model
+    if call == "transform":
+        streambp_fx.transform(model, seq_dim={"ids": 1, "labels": 1}, **OPTIONS)
+    else:
+        run = torch.compile(model, backend="streambp", options=OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        run(*batch()).backward()
+    assert checked(model).status == "agrees", str(checked(model))
 
 
 def test_a_longer_sequence_is_checked_again() -> None:

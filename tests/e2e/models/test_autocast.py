@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from e2e_check import assert_close_grads, grads, total_error
 from e2e_models import CHUNK, DEVICE, LOSS_CHUNK, build, padded, plain, sample
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import streambp_fx
 
@@ -159,6 +162,43 @@ def default_dtype(dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.slow
+class Region(nn.Module):
+    """In float32 whatever is around it: ops that the compiler writes in another form, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 24), nn.Linear(24, 61)
+        self.keys, self.values, self.mixed = (nn.Linear(24, n) for n in (12, 4, 24))
+        self.filter = nn.Parameter(torch.randn(24, 1, 3) / 3)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        with torch.autocast(DEVICE.type, enabled=False):
+            x = self.embed(input_ids)
+            x = x + torch.einsum("btd,ed->bte", x, self.mixed.weight)
+            x = x + F.conv1d(F.pad(x.mT, (2, 0)), self.filter, groups=24).mT
+            queries = x.unflatten(-1, (2, 12)).transpose(1, 2)
+            keys = self.keys(x)[:, None].repeat_interleave(2, 1)
+            values = self.values(x)[:, None].repeat_interleave(2, 1)
+            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            x = x + F.pad(mixed.transpose(1, 2).flatten(2), (0, 16))
+            scores = self.head(x)[:, :-1]
+            loss = F.cross_entropy(scores.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutput(loss=loss)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_region_without_autocast(door: str) -> None:
+    """A step under autocast, of a model that is out of it: as without autocast."""
+    torch.manual_seed(0)
+    eager = Region().to(DEVICE)
+    model = copy.deepcopy(eager)
+    call = DOORS[door](model)
+    batch = {name: value.clamp(max=60) for name, value in plain(2, 67).items() if name != "attention_mask"}
+    found = gradients(model, call, batch, torch.bfloat16)
+    eager(**batch).loss.backward()
+    assert_close_grads(found, grads(eager), 1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_default_dtype(family: str) -> None:
     with default_dtype(torch.float64):
