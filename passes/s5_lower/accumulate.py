@@ -106,11 +106,8 @@ def _as_groups(graph: Graph, buffer: Node, gradient: Node) -> bool:
     if product.target is not GROUPED or len(product.users) != 1 or product.meta["val"].dim() != 3:
         return False
     left, right, *more = product.args
-    if (
-        right.meta["val"].dim() != 2
-        or product.kwargs
-        or product.meta["val"].device != buffer.meta["val"].device
-    ):
+    plain = right.meta["val"].dim() == 2 and not product.kwargs and not any(n is not None for n in more[1:])
+    if not plain or product.meta["val"].device != buffer.meta["val"].device:
         return False
     columns = right.meta["val"].shape[1]
     if not isinstance(columns, int) or columns % (PARTS * ALIGNED):
