@@ -648,7 +648,7 @@ def test_no_false_alarm(family: str, dtype: str, case: str) -> None:
     assert found.rows == min(25, CASES[case]()["input_ids"].shape[1]), str(found)
 
 
-@pytest.mark.parametrize("call", ["transform", "compile"])
+@pytest.mark.parametrize("call", sample(["transform", "compile"], "transform"))
 def test_a_dropout_without_gradients_is_no_difference(call: str) -> None:
     """Within the check it drops nothing, and gives nothing a gradient all the same."""
     model = make("dropout without gradients")

@@ -186,7 +186,7 @@ class Region(nn.Module):
         return CausalLMOutput(loss=loss)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", sample(DOORS, "compile"))
 def test_a_region_without_autocast(door: str) -> None:
     """A step under autocast, of a model that is out of it: as without autocast."""
     torch.manual_seed(0)
