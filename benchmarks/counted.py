@@ -36,7 +36,7 @@ from streambp_fx.runtime.segments.questions_to_data import Questions
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 from streambp_fx.schedule import Schedule
 
-from .gpu_models import DENSE as QWEN3_8B
+from .gpu_models import DENSE
 from .gpu_steps import make_model
 from .tables import MIB
 
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print("| layers | tokens | predicted, MiB | counted, MiB |\n|---|---|---|---|")
     for layers in args.layers:
-        model = make_model({**QWEN3_8B, "num_hidden_layers": layers}, "meta", torch.bfloat16)
+        model = make_model({**DENSE, "num_hidden_layers": layers}, "meta", torch.bfloat16)
         for tokens in args.tokens:
             schedule = streambp_fx.explain(
                 model, tokens, chunk=args.chunk, save=args.save, offload=args.offload

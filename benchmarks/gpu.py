@@ -178,14 +178,12 @@ class Run:
         self.args, self.ends = args, time.monotonic() + 60 * args.minutes
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         self.setup = Setup("cpu" if args.tiny else "cuda")
-        config, layers = (TINY, None) if args.tiny else CASES[args.case]
+        config, layers = (TINY, TINY["num_hidden_layers"]) if args.tiny else CASES[args.case]
         self.config = {**config, "num_hidden_layers": args.layers or layers or self._layers(config)}
         self.found: list[Found] = []
         self.launch = in_place if args.tiny else in_process
 
     def _layers(self, config: dict[str, Any]) -> int:
-        if self.args.tiny:
-            return config["num_hidden_layers"]
         return layers_that_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
     def job(self, mode: str) -> Job:

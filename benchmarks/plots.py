@@ -25,7 +25,8 @@ def figure_of(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path, endings: Sequence[str]) -> list[Path]:
+def save(figure: Any, path: Path, endings: Sequence[str] = ENDINGS) -> list[Path]:
+    """Write a figure to a path with each of the endings; what was written."""
     found = [path.with_name(path.name + ending) for ending in endings]
     for file in found:
         figure.savefig(file, dpi=150)
@@ -70,7 +71,7 @@ def draw_cases(
             axes.margins(x=0.18)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, path, endings)
+    return save(figure, path, endings)
 
 
 def draw_sweep(
@@ -105,7 +106,7 @@ def draw_sweep(
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel=what)
         axes.grid(which="both", color="0.9")
     panels[0].legend(frameon=False, fontsize=8)
-    return _save(figure, path, endings)
+    return save(figure, path, endings)
 
 
 def draw_training(runs: Sequence[Any], path: Path, endings: Sequence[str] = (".png",)) -> list[Path]:
@@ -137,4 +138,4 @@ def draw_training(runs: Sequence[Any], path: Path, endings: Sequence[str] = (".p
     for axes in (losses, memory):
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    return _save(figure, path, endings)
+    return save(figure, path, endings)

@@ -27,7 +27,7 @@ from streambp_fx.models.loading import random_tokens
 
 from .cases import CONFIGS
 from .gpu_steps import clear_gradients, make_model
-from .plots import ENDINGS, LINES, MIB, OURS, figure_of
+from .plots import LINES, MIB, OURS, figure_of, save
 
 LABELS = {
     "eager": "eager",
@@ -110,10 +110,7 @@ def draw(courses: dict[str, list[tuple[float, float]]], title: str, path: Path) 
         spine.set_color(INK)
     figure.patch.set_alpha(0)
     axes.patch.set_alpha(0)
-    written = [path.with_name(path.name + ending) for ending in ENDINGS]
-    for file in written:
-        figure.savefig(file, dpi=150)
-    return written
+    return save(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -184,7 +184,7 @@ def _of_one_size(graph: Graph, node: Node) -> Node | None:
     NOTE [head sizes of latent attention]: PyTorch's flash attention wants one head size. With two, a CPU
     would make scores of all columns, and a GPU use a slower kernel. Zeros behind the channels of queries and
     keys change no score; those behind the channels of values make channels of the result that are cut off.
-    The state grows by them: 192 + 192 channels and not 192 + 128 in DeepSeek's models.
+    The state grows by them: keys of 192 channels and values of 128 take 192 + 192.
     """
     call = sdpa_arguments(node)
     given = [call[name] for name in ("query", "key", "value")]

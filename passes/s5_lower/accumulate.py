@@ -6,6 +6,7 @@ products of groups of rows (experts) some columns at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,11 +50,8 @@ def accumulate(graph: Graph, count: int, eager: bool) -> None:
 
 def _as_product(graph: Graph, buffer: Node, gradient: Node, eager: bool) -> bool:
     """`buffer += a @ b` in one op, also where the gradient is a product seen through transposes or a cast."""
-    total, product, transposed = buffer.meta["val"], gradient, False
-    if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # of autocast
-        product = product.args[0]
-    while product.target is aten.t.default and len(product.users) == 1:
-        product, transposed = product.args[0], not transposed
+    total = buffer.meta["val"]
+    product, transposed = _seen_through(gradient, lambda n: n.target is aten.t.default)
     if product.target is not aten.mm.default or len(product.users) != 1:
         return False
     own, cast = product.meta["val"], product.meta["val"].dtype != total.dtype
@@ -69,6 +67,20 @@ def _as_product(graph: Graph, buffer: Node, gradient: Node, eager: bool) -> bool
         factors = [_in_dtype(graph, n, total.dtype) if cast else n for n in product.args]
         graph.call_function(aten.addmm_.default, (target, *factors))
     return True
+
+
+def _seen_through(gradient: Node, turns: Callable[[Node], bool]) -> tuple[Node, bool]:
+    """What a gradient is before a cast and transposes that nobody else reads, and whether it is transposed.
+
+    Args:
+        turns: says of an op whether it is such a transpose.
+    """
+    product, transposed = gradient, False
+    if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # type: ignore[union-attr]
+        product = product.args[0]  # type: ignore[assignment]  # the cast of autocast
+    while turns(product) and len(product.users) == 1:
+        product, transposed = product.args[0], not transposed  # type: ignore[assignment]
+    return product, transposed
 
 
 def _as_rows(graph: Graph, buffer: Node, gradient: Node) -> bool:
@@ -98,11 +110,7 @@ def _as_groups(graph: Graph, buffer: Node, gradient: Node) -> bool:
     NOTE [gradients of experts]: such a gradient is as large as all experts together, whatever the chunk. No
     op adds it to a sum, so all of it would be alive beside the sum, for each chunk.
     """
-    product, transposed = gradient, False
-    if product.target is aten._to_copy.default and len(product.args[0].users) == 1:  # of autocast
-        product = product.args[0]
-    while product.target is aten.transpose.int and len(product.users) == 1 and _turns_the_last(product):
-        product, transposed = product.args[0], not transposed
+    product, transposed = _seen_through(gradient, _turns_the_last)
     if product.target is not GROUPED or len(product.users) != 1 or product.meta["val"].dim() != 3:
         return False
     left, right, *more = product.args
@@ -125,6 +133,8 @@ def _as_groups(graph: Graph, buffer: Node, gradient: Node) -> bool:
 
 def _turns_the_last(node: Node) -> bool:
     """True for a transpose of the last two of three dims."""
+    if node.target is not aten.transpose.int:
+        return False
     return node.meta["val"].dim() == 3 and {d % 3 for d in node.args[1:]} == {1, 2}  # type: ignore[operator]
 
 

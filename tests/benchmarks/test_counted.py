@@ -47,7 +47,7 @@ def test_the_same_as_of_a_step_that_runs(policy):
 
 @pytest.mark.slow
 def test_the_table(capsys, monkeypatch):
-    monkeypatch.setattr("benchmarks.counted.QWEN3_8B", CONFIG)
+    monkeypatch.setattr("benchmarks.counted.DENSE", CONFIG)
     assert main(["--layers", "1", "--tokens", "200", "--chunk", "64"]) == 0
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.startswith("| 1 | 200 | ") and row.endswith("%) |")

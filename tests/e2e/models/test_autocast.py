@@ -161,7 +161,6 @@ def default_dtype(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.slow
 class Region(nn.Module):
     """In float32 whatever is around it: ops that the compiler writes in another form, and a loss."""
 
@@ -199,6 +198,7 @@ def test_a_region_without_autocast(door: str) -> None:
     assert_close_grads(found, grads(eager), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_default_dtype(family: str) -> None:
     with default_dtype(torch.float64):
