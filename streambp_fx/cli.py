@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from . import __version__
+from .commands.plan_arguments import add_plan
+from .commands.step_arguments import add_step_without_weights, at_least
 from .units import CHOICES
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argument type: an int that is not below `minimum`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be at least {minimum}, not {value}")
-        return value
-
-    return parse
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
@@ -128,140 +115,6 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if run_verify(options).ok else 1
 
 
-def _add_step_without_weights(
-    command: argparse.ArgumentParser, length_required: bool = False, model_required: bool = True
-) -> None:
-    """Arguments of commands that look at a step which is not run."""
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs=None if model_required else "?",
-        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
-    )
-    command.add_argument(
-        "--seq-len", type=at_least(2), required=length_required, metavar="N", help="tokens of each sequence"
-    )
-    command.add_argument(
-        "--batch-size", type=at_least(1), default=1, metavar="N", help="sequences (default: 1)"
-    )
-    command.add_argument("--chunk", type=at_least(1), metavar="N", help="rows of a chunk (default: chosen)")
-    command.add_argument(
-        "--loss-chunk",
-        type=at_least(1),
-        metavar="N",
-        help="rows in a chunk of the loss head (default: 256 tokens of all sequences together)",
-    )
-    command.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
-    command.add_argument("--save", default="inputs", choices=CHOICES["save"], help="what a layer keeps")
-    command.add_argument(
-        "--every", type=at_least(1), default=1, metavar="K", help="every K-th layer keeps it"
-    )
-    command.add_argument(
-        "--offload", default="none", choices=CHOICES["offload"], help="where it lies meanwhile"
-    )
-    command.add_argument(
-        "--order", default="layers", choices=CHOICES["order"], help="what goes first: a layer, or a chunk"
-    )
-    several = command.add_argument_group("several devices, each with a batch of its own")
-    several.add_argument("--gpus", type=at_least(1), metavar="N", help="how many share the model")
-    several.add_argument("--shard", metavar="ENGINE", help="how: ddp, zero1, zero2, zero3 or fsdp2")
-    several.add_argument(
-        "--wrap",
-        default="layers",
-        metavar="WHAT",
-        help="what fully_shard is called on beside the model: layers, or model for nothing else",
-    )
-    several.add_argument(
-        "--no-reshard",
-        dest="reshard_after_forward",
-        action="store_false",
-        help="fsdp2 keeps layers gathered between forward and backward",
-    )
-
-
-def _add_plan(commands: argparse._SubParsersAction) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="does a training step fit: memory by cause, the chunk, the longest sequence",
-        description="Predict the memory of a streamed training step from its schedule, without weights and "
-        "without running it. With --memory: whether it fits, and the longest sequence that does.",
-    )
-    _add_step_without_weights(plan, model_required=False)
-    plan.add_argument(
-        "--memory", "--gpu-memory", metavar="SIZE", help="of the device, or of each, for example 80GiB"
-    )
-    plan.add_argument(
-        "--context-parallel",
-        type=at_least(1),
-        default=1,
-        metavar="K",
-        help="of the --gpus, K share each sequence",
-    )
-    plan.add_argument("--lora-rank", type=at_least(1), metavar="N", help="train LoRA adapters of this rank")
-    plan.add_argument(
-        "--optimizer", default="none", help="none, sgd, momentum or adamw (default: none: states elsewhere)"
-    )
-    plan.add_argument(
-        "--policy",
-        default="given",
-        choices=CHOICES["policy"],
-        help="auto: choose --save and --every so that it fits",
-    )
-    plan.add_argument(
-        "--published",
-        action="store_true",
-        help="instead of a MODEL and --memory: the lengths that were published for StreamBP on 80 GB, beside "
-        "those of a plan",
-    )
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-    time = plan.add_argument_group("time of a step, predicted from these rates")
-    time.add_argument("--gpu", metavar="NAME", help="A100, A800, H100, H200 or L40S (with --gpus: H100)")
-    time.add_argument(
-        "--flops", type=float, metavar="RATE", help="operations a second, instead of those of the data sheet"
-    )
-    time.add_argument(
-        "--efficiency", type=float, metavar="SHARE", help="of that rate that is assumed (default: 0.5)"
-    )
-    time.add_argument(
-        "--interconnect",
-        metavar="LINK",
-        help="nvlink, pcie, ib400, or GB/s in one direction (default: NVLink where the device has it)",
-    )
-    plan.set_defaults(handler=_plan)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from .commands.plan import print_plan
-    from .commands.published import print_published
-    from .errors import PlanError
-    from .plan import plan
-    from .show.progress import announced
-
-    sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
-    weights = {"dtype": args.dtype, "optimizer": args.optimizer}
-    stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
-    stored["order"] = args.order
-    if args.published:
-        names = ("model", "seq_len", "memory", "lora_rank", "gpus", "shard", "gpu", "flops")
-        given = [n for n in names if getattr(args, n) is not None]
-        if given:
-            raise PlanError(
-                f"--published brings its models, memory, device and adapters: leave out {', '.join(given)}"
-            )
-        print_published(args.json, **sizes, **weights, **stored)
-        return 0
-    if args.model is None:
-        raise PlanError("which MODEL? Give a name or a path, or --published")
-    engine = ("gpus", "shard", "wrap", "reshard_after_forward", "context_parallel")
-    several = (*engine, "interconnect", "gpu", "flops", "efficiency")
-    devices = {n: getattr(args, n) for n in several if getattr(args, n) is not None}
-    shared = {**sizes, **weights, **stored, **devices}
-    with announced(f"planning {args.model}", on_pipes=True):
-        found = plan(args.model, args.seq_len, args.memory, lora_rank=args.lora_rank, **shared)
-    print_plan(found, args.json)
-    return 0
-
-
 def _add_explain(commands: argparse._SubParsersAction) -> None:
     explain = commands.add_parser(
         "explain",
@@ -269,7 +122,7 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
         description="Show how the training step of a model is streamed, without weights and without running "
         "it. Without one of these the schedule is printed.",
     )
-    _add_step_without_weights(explain, length_required=True)
+    add_step_without_weights(explain, length_required=True)
     explain.add_argument("--html", metavar="FILE", help="write the schedule as a page that needs no network")
     explain.add_argument("--plot", metavar="FILE", help="draw the memory of the step (.png, .svg or .pdf)")
     explain.add_argument("--code", action="store_true", help="print the program")
@@ -353,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_verify(commands)
-    _add_plan(commands)
+    add_plan(commands)
     _add_explain(commands)
     _add_recipe(commands)
     _add_doctor(commands)

@@ -24,7 +24,7 @@ from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .planning.engines import Engine, engine_for
 from .planning.memory_and_work import ways_to_run
-from .planning.rates import EFFICIENCY, Rates, rates_for
+from .planning.rates import Rates, rates_for
 from .planning.several import DevicesPlan, TimePlan, devices_plan, time_plan
 from .planning.step_plan import Plan as Plan
 from .units import parse_bytes
@@ -215,13 +215,25 @@ class Planner:
     def filled(self, plan: Plan, optimizer: str) -> Plan:
         """A plan in which inputs alone are saved, and fit, with as much more as fits."""
         assert plan.memory_bytes is not None
-        resident, cost = plan.peak_bytes - plan.activation_peak_bytes, self.cost
-        space = Space(cost, cost.sizes(plan.seq_len, plan.chunk))
-        ways = ways_to_run(space, resident)
+        resident, space = plan.peak_bytes - plan.activation_peak_bytes, self._space(plan)
+        ways = ways_to_run(space, resident, self.rates)
         policy = space.filled(plan.memory_bytes - resident, plan.activation_peak_bytes)
         asked = plan.model, plan.seq_len, plan.memory_bytes, plan.chunk, optimizer
         found = plan if policy == self.stored else self.use(policy).plan(*asked)
         return replace(found, ways=ways, max_seq_len=plan.max_seq_len, tokens_per_gib=plan.tokens_per_gib)
+
+    def with_frontier(self, plan: Plan) -> Plan:
+        """A plan with what memory buys for its length; see `ways_to_run`."""
+        if plan.ways is not None:
+            return plan
+        space = self.use(Policy())._space(plan)
+        return replace(
+            plan, ways=ways_to_run(space, plan.peak_bytes - plan.activation_peak_bytes, self.rates)
+        )
+
+    def _space(self, plan: Plan) -> Space:
+        """What may be saved of the step that is planned."""
+        return Space(self.cost, self.cost.sizes(plan.seq_len, plan.chunk))
 
     def _too_small(self, memory: int, resident: int, rows: int) -> str:
         """What is wrong with a budget that not even one chunk fits, and the smallest that would do."""
@@ -262,7 +274,8 @@ def plan(
     interconnect: str | float | None = None,
     gpu: str | None = None,
     flops: float | None = None,
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
+    frontier: bool = False,
 ) -> Plan:
     """What a streamed training step needs, and whether it fits; nothing is run, no weight is allocated.
 
@@ -290,8 +303,11 @@ def plan(
         interconnect: what connects the devices: "nvlink", "pcie", "ib400", or GB/s in one direction. By
             default NVLink where the device has it, and else PCIe.
         gpu: a name in `planning.rates.GPUS`, for the time of a step; by default "H100" with several devices.
+            "here": the device of this process, which is measured for some seconds, once.
         flops: floating-point operations a second, instead of those of the data sheet.
-        efficiency: the share of that rate that is assumed.
+        efficiency: the share of that rate that products and attention reach; None: what they did on an H100.
+        frontier: also what memory buys, for the length of the plan: `Plan.ways`. With a length and `policy`
+            "auto" it is there anyway.
 
     Raises:
         PlanError: the model is unknown, a size is not allowed, or not even one chunk fits.
@@ -316,14 +332,16 @@ def plan(
     if policy == "auto" and memory is None:
         raise PlanError('policy="auto" chooses for an amount of memory: give one')
     engine = engine_for(gpus, shard, wrap, reshard_after_forward, context_parallel)
+    if frontier and engine is not None:
+        raise PlanError("frontier is for one device: leave out gpus and shard")
     named = not isinstance(model, nn.Module)
     built = model if isinstance(model, nn.Module) else model_on_meta(model, dtype, lora_rank)
     title = Path(str(model)).name if named else type(model).__name__
     rates = rates_for(engine is not None, gpu, interconnect, flops, efficiency, _dtype_of(built))
     planner = Planner(built, batch_size, loss_chunk, options.stored, engine, rates)
-    if policy == "given":
-        return planner.plan(title, seq_len, memory, chunk, optimizer)
-    return _best(planner, options.stored, (title, seq_len, memory, chunk, optimizer))
+    asked = title, seq_len, memory, chunk, optimizer
+    found = planner.plan(*asked) if policy == "given" else _best(planner, options.stored, asked)
+    return planner.with_frontier(found) if frontier else found
 
 
 def _dtype_of(model: nn.Module) -> str:

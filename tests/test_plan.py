@@ -240,6 +240,32 @@ def test_what_memory_buys(folder: Path) -> None:
         )
 
 
+def test_the_frontier_in_seconds_and_as_a_picture(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the least memory and of no recompute the seconds are those of a plan; both ends are in the table."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "frontier.svg"
+    argv = ["plan", str(folder), "--seq-len", "2000", "--chunk", "512", "--gpu", "A100"]
+    assert main([*argv, "--frontier", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "what memory buys" in text and "s a step, predicted" in text and "layers checkpointed" in text
+    drawn = picture.read_text()
+    assert drawn.startswith("<?xml") and "seconds a step" in drawn
+
+    found = streambp_fx.plan(folder, 2000, chunk=512, gpu="A100", frontier=True)
+    assert found.ways is not None and found.time is not None
+    ours = [w for w in found.ways if w.streamed]
+    seconds = [w.seconds or 0 for w in ours]
+    assert seconds[0] == pytest.approx(found.time.seconds) and ours[0].peak_bytes == found.peak_bytes
+    assert seconds == sorted(seconds, reverse=True) and 0 < seconds[-1] < seconds[0]
+    assert [w.recompute_factor for w in found.ways][-1] == 1
+    with pytest.raises(PlanError, match="for one device"):
+        streambp_fx.plan(folder, 2000, gpus=2, shard="ddp", frontier=True)
+    assert main([*argv, "--frontier", str(tmp_path / "frontier.txt")]) != 0
+    assert "must end in .png" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_policies_in_a_plan(tmp_path: Path) -> None:
     """More is kept: less work, shorter sequences. Less, or elsewhere: the other way round."""

@@ -7,23 +7,21 @@ its memory is what is alive after each op.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import sympy
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
-from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
-from .recurrences import inner_bytes
+from ..graph.recurrence import KERNELS
+from .recurrences import inner_bytes, inner_work
 from .storages import Storages
+from .work import Work, total, work_of_node
 
-aten = torch.ops.aten
 Substitution = Mapping[sympy.Symbol, sympy.Expr]
 
 
@@ -35,8 +33,7 @@ class ProgramCost:
         peaks: bytes that are alive at once over the inputs, after those ops where nothing later or earlier is
             certain to need more; the peak is the largest of them.
         outputs: bytes of the values it returns.
-        flops: floating-point operations of products and attention, a multiplication and an addition counted
-            as two; elementwise work is not counted (as in `torch.utils.flop_counter`).
+        work: what it computes and moves.
         ops: how often each op is called.
         kept: bytes of inner values that the backward half of a joint program reads; None without one.
         saved: bytes of what it returns for another program to read, besides its values.
@@ -44,10 +41,15 @@ class ProgramCost:
 
     peaks: tuple[sympy.Expr, ...]
     outputs: sympy.Expr
-    flops: sympy.Expr
+    work: Work
     ops: Counter[str]
     kept: sympy.Expr | None = None
     saved: sympy.Expr = sympy.S.Zero
+
+    @property
+    def flops(self) -> sympy.Expr:
+        """Floating-point operations of products and attention."""
+        return self.work.flops
 
     @cached_property
     def peak(self) -> sympy.Expr:
@@ -79,11 +81,15 @@ def program_cost(
     return ProgramCost(
         peaks=largest(memory.live_after_each_op() if live is None else (_rename(v, sizes) for v in live)),
         outputs=memory.bytes_of(outputs),
-        flops=_rename(sum((flops_of(n) for n in graph.nodes), sympy.S.Zero), sizes),
+        work=_work_of(graph).map(lambda part: _rename(part, sizes)),
         ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
         kept=None if returned is None else memory.kept_after(outputs[:returned]),
         saved=memory.bytes_of(outputs[len(outputs) - saved :]),
     )
+
+
+def _work_of(graph: Graph) -> Work:
+    return total(inner_work(n) if n.target in KERNELS else work_of_node(n) for n in graph.nodes)
 
 
 def tensor_bytes(value: Tensor) -> sympy.Expr:
@@ -182,78 +188,3 @@ def _outputs(graph: Graph) -> list[Node]:
 def op_name(node: Node) -> str:
     """The name of an op without its namespace."""
     return str(node.target).removeprefix("aten.")
-
-
-# ---- floating-point operations
-
-FLOPS: dict[Any, Callable[[Node], Any]] = {}
-
-
-def flops(*packets: Any) -> Callable:
-    """Register the operations of an op, from its node."""
-
-    def register(function: Callable[[Node], Any]) -> Callable[[Node], Any]:
-        FLOPS.update(dict.fromkeys(packets, function))
-        return function
-
-    return register
-
-
-def flops_of(node: Node) -> sympy.Expr:
-    """Floating-point operations of one node; 0 for ops without products."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in FLOPS:
-        return sympy.sympify(FLOPS[packet](node))
-    if packet not in flop_registry or not tensors_of(node):
-        return sympy.S.Zero
-    value = lambda n: n.meta["val"]  # noqa: E731
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
-    return expression(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _shape(node: Any) -> tuple[sympy.Expr, ...]:
-    return tuple(expression(s) for s in tensors_of(node)[0].shape)
-
-
-@flops(aten.addmm_, aten.addmm)
-def _product(node: Node) -> sympy.Expr:
-    """(n, k) @ (k, m) added to a buffer: 2 n k m."""
-    left, right = _shape(node.args[1]), _shape(node.args[2])
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _pairs(query: Node, key: Node, causal: bool) -> sympy.Expr:
-    """Scores that attention computes: rows x columns, half of them and half the diagonal if causal."""
-    (batch, heads, rows, _), columns = _shape(query), _shape(key)[2]
-    return batch * heads * (rows * (rows + 1) / 2 if causal else rows * columns)
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments that a node gives, by name."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-@flops(
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten.scaled_dot_product_attention,
-)
-def attention_flops(node: Node) -> sympy.Expr:
-    """Scores and their product with the values: 2 D each a pair of row and column, for head sizes D."""
-    given = _arguments(node)
-    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
-    return pairs * 2 * (_shape(given["query"])[3] + _shape(given["value"])[3])
-
-
-@flops(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward,
-)
-def attention_backward_flops(node: Node) -> sympy.Expr:
-    """Scores again, and four products with them (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
-    given = _arguments(node)
-    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
-    return pairs * 2 * (3 * _shape(given["query"])[3] + 2 * _shape(given["value"])[3])

@@ -1,4 +1,4 @@
-"""What a recurrence holds while it runs, besides what it is given and returns.
+"""What a recurrence holds while it runs, besides what it is given and returns, and what it computes.
 
 Nobody can read that from its op, so it is run on tensors without memory. Such a function works on blocks of
 rows, as many as its author found good, and fills the last one up: what is alive at once grows with the square
@@ -8,6 +8,7 @@ of the rows within a block, and with the number of blocks beyond. It grows evenl
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,14 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
 from ..graph.recurrence import KERNELS, RECURRENCES
 from .live_bytes import LiveBytes
+from .work import Work
 
 #: Rows of a block that are tried, the fewest first.
 BLOCKS = (16, 32, 64, 128, 256, 512)
@@ -30,11 +35,52 @@ def inner_bytes(node: Node) -> sympy.Expr:
     """Bytes that an op of a recurrence holds at most, over its operands and results; 0 for all others."""
     if node.target not in KERNELS:
         return sympy.S.Zero
+    rows, samples = _sizes(node)
+    return _by_blocks(rows, functools.cache(functools.partial(_bytes_of, node, rows))) * samples
+
+
+def inner_work(node: Node) -> Work:
+    """What an op of a recurrence computes and moves, to which its rows add evenly."""
+    rows, samples = _sizes(node)
+    few, more = (_work_of(node, rows, k * BLOCKS[-1]) for k in (1, 2))
+    return (more + few.map(operator.neg)).map(lambda part: sympy.Rational(part, BLOCKS[-1]) * rows * samples)
+
+
+def _work_of(node: Node, rows: sympy.Expr, number: int) -> Work:
+    """The same with a number for the rows, and one sample."""
+    args = _without_memory(node, rows, number)
+    with _CountedWork() as counted:
+        KERNELS[node.target](*args)
+    return counted.work
+
+
+class _CountedWork(TorchDispatchMode):
+    """Adds up the work of what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return made
+        tensors = [x for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor)]
+        moved, packet = sum(x.nbytes for x in tensors), func.overloadpacket
+        if packet in flop_registry:
+            operations = flop_registry[packet](*args, **(kwargs or {}), out_val=made)
+            self.work += Work(products=operations, product_bytes=moved, calls=1)
+        else:
+            self.work += Work(bytes=moved, calls=1)
+        return made
+
+
+def _sizes(node: Node) -> tuple[sympy.Expr, sympy.Expr]:
+    """The rows of a recurrence, and its samples, whatever is one of them."""
     known = RECURRENCES[node.args[0]]  # type: ignore[index]
     shape = [expression(s) for s in tensors_of(node.args[1][known.like])[0].shape]  # type: ignore[index]
     rows = shape.pop(known.rows)
-    samples = sympy.Mul(*(s for s in shape if not s.is_Integer))
-    return _by_blocks(rows, functools.cache(functools.partial(_bytes_of, node, rows))) * samples
+    return rows, sympy.Mul(*(s for s in shape if not s.is_Integer))
 
 
 def _by_blocks(rows: sympy.Expr, bytes_of: Callable[[int], int]) -> sympy.Expr:
@@ -55,15 +101,19 @@ def _grows_evenly(block: int, bytes_of: Callable[[int], int]) -> bool:
 
 def _bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
     """The same with a number for the rows, and one sample."""
+    args = _without_memory(node, rows, number)
+    with LiveBytes(x for x in tree_leaves(args) if isinstance(x, Tensor)) as meter:
+        made: Any = KERNELS[node.target](*args)
+    storages = (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor))
+    return max(0, meter.peak - sum({s._cdata: s.nbytes() for s in storages}.values()))
+
+
+def _without_memory(node: Node, rows: sympy.Expr, number: int) -> Any:
+    """What the op is given for so many rows of one sample."""
 
     def alike(value: Node) -> Tensor:
         sizes = [expression(s) for s in tensors_of(value)[0].shape]
         shape = [number if s == rows else int(s) if s.is_Integer else 1 for s in sizes]
         return torch.empty(shape, dtype=tensors_of(value)[0].dtype, device="meta")
 
-    args = torch.fx.node.map_arg(node.args, alike)
-    given = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
-    with LiveBytes(given) as meter:
-        made: Any = KERNELS[node.target](*args)
-    storages = (x.untyped_storage() for x in torch.utils._pytree.tree_leaves(made))
-    return max(0, meter.peak - sum({s._cdata: s.nbytes() for s in storages}.values()))
+    return torch.fx.node.map_arg(node.args, alike)

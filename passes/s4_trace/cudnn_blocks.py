@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cost.program import attention_backward_flops, attention_flops, flops
-
 aten = torch.ops.aten
 #: Rows and columns of blocks for cuDNN are multiples of it.
 MULTIPLE = 128
@@ -142,7 +140,3 @@ for _name, _run, _fake in (
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streambp_fx::{_name}", _fake)
-
-
-flops(torch.ops.streambp_fx.block_attention)(attention_flops)
-flops(torch.ops.streambp_fx.block_attention_backward)(attention_backward_flops)

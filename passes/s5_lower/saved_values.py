@@ -19,8 +19,9 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..cost.program import flops_of, tensor_bytes
+from ..cost.program import tensor_bytes
 from ..cost.storages import Storages
+from ..cost.work import flops_of
 from ..graph.facts import expression, tensors_of
 from ..graph.functionalization import changes_something
 from ..step.saving import Price

@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 
 from ..passes.cost.program import ProgramCost, largest
+from ..passes.cost.work import Work, total
 from ..passes.graph.facts import Segment
 from ..passes.s6_schedule.program import Differentiate, RunPart, StepInstruction
 from ..passes.s6_schedule.program.values import Value, ValueKind
@@ -69,16 +70,21 @@ def flops(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Any:
         cost, sizes: as of `timeline`.
         checkpointing: layers run forwards a second time.
     """
+    return total(works(cost, sizes, checkpointing)).flops
+
+
+def works(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> list[Work]:
+    """What the eager step computes and moves, segment by segment; see `flops`."""
     instructions = unstreamed(cost.executor.parts, checkpointing).instructions()
-    return sum(_flops(cost, instruction, sizes) for instruction in instructions)
+    return [_work(cost, instruction, sizes) for instruction in instructions]
 
 
-def _flops(cost: StepCost, instruction: StepInstruction, sizes: Sizes) -> Any:
+def _work(cost: StepCost, instruction: StepInstruction, sizes: Sizes) -> Work:
     """Of a forward, or of a derivative with the forward before it: also of one that has saved something."""
     segment, forward = _segment(cost, instruction), isinstance(instruction, RunPart)
     if forward and _saved(instruction.results):
-        return 0
-    return cost.value(cost.joint_cost(segment, backward=not forward).flops, sizes)
+        return Work()
+    return cost.work(cost.joint_cost(segment, backward=not forward), sizes)
 
 
 def _segment(cost: StepCost, instruction: StepInstruction) -> Segment:

@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 
+from ..passes.cost.work import Work
 from ..passes.s6_schedule.collectives import Collective
 from ..passes.s6_schedule.program.values import CHUNK as CHUNK
 from ..passes.s6_schedule.program.values import LOSS_CHUNK as LOSS_CHUNK
@@ -39,7 +40,7 @@ class Moment:
         program: kind of the program that runs ("forward", "states", "joint", "loss", "unchunked"), or None;
             of a collective, its kind.
         bytes: what is held, by cause, in bytes: the largest while the program runs.
-        flops: floating-point operations of the program.
+        work: what the program computes and moves; where sizes are symbols, its operations alone.
         collective: what several devices do together at this point, beside the segment.
     """
 
@@ -48,8 +49,13 @@ class Moment:
     chunk: int | None
     program: str | None
     bytes: Mapping[str, Any]
-    flops: Any = 0
+    work: Work = field(default_factory=Work)
     collective: Collective | None = None
+
+    @property
+    def flops(self) -> Any:
+        """Floating-point operations of the program."""
+        return self.work.flops
 
     @property
     def total(self) -> Any:

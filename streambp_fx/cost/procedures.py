@@ -114,7 +114,7 @@ class ProcedureWalk:
         (_, run), cause = next(procedure.runs()), self.cause_of_programs(within.runner.segment)
         self._roll(within, chunk.start)
         held = self.ledger.bytes((cause, chunk.peak))
-        yield Moment(within.phase, index, chunk.chunk, run.program, held, chunk.flops)
+        yield Moment(within.phase, index, chunk.chunk, run.program, held, chunk.work)
         rows = self.cost.bytes_of_rows(within.runner, self.sizes, chunk.start)
         if procedure.name == "backward":  # the gradient goes on, and nothing else is left of the chunk
             self.ledger.drop((index, "rows"), (index, "kept"), (index, "gradient"))
@@ -184,7 +184,7 @@ class ProcedureWalk:
             calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
                 now = {**held, cause: held.get(cause, 0) + call.peak}
-                work = call.flops if runner.programs.in_turn else self.cost.share(call.flops)
+                work = call.work if runner.programs.in_turn else call.work.map(self.cost.share)
                 yield Moment(within.phase, segment.index, call.chunk, run.program, now, work)
                 if keeps:
                     self._save(within, self.cost.share(call.saved))

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from ..passes.cost.autograd_live import UnchunkedStep
 from ..passes.cost.program import ProgramCost, op_name, program_cost, tensor_bytes
+from ..passes.cost.work import Work
 from ..passes.graph.facts import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.graph.symbols import compiled
@@ -29,6 +30,9 @@ from .held_bytes import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
 
 # Two chunks of this many rows stand for "a chunk with a prefix" when programs are traced for an expression.
 SAMPLE = 64
+# Running a program, besides its own ops, takes as long as so many ops on hardly any data: 0.43 ms on two
+# cores, where an op takes 5 us (`python -m benchmarks.overhead`).
+CALLS_OF_RUN = 80
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class Call:
         chunk, start: which chunk, and its first row; with sizes that are symbols, the last one.
         peak: bytes that the call makes at once.
         saved: bytes that it saves; with sizes that are symbols, those of all chunks.
-        flops: its floating-point operations; with sizes that are symbols, those of all chunks.
+        work: what it computes and moves; with sizes that are symbols, the operations of all chunks alone.
     """
 
     chunk: int
     start: Any
     peak: Any
-    flops: Any
+    work: Work
     saved: Any
 
 
@@ -169,11 +173,25 @@ class ProgramCosts:
             first = 0 if share == ALL else len(self.extents(runner, sizes, (ALL[0], share[0])))
             for chunk, extent in enumerate(extents, first):
                 cost = self.program(runner, run, extent, sizes)
-                work = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
-                peak, flops = self.value(cost.peak, sizes, extent), work(cost.flops, sizes, extent)
-                found.append(Call(chunk, extent.start, peak, flops, work(cost.saved, sizes, extent)))
+                each = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
+                peak, work = self.value(cost.peak, sizes, extent), self.work(cost, sizes, extent, each)
+                work = work if sizes.symbolic else work + Work(calls=CALLS_OF_RUN)
+                found.append(Call(chunk, extent.start, peak, work, each(cost.saved, sizes, extent)))
             self._calls_of[key] = found
         return self._calls_of[key]
+
+    def work(
+        self, cost: ProgramCost, sizes: Sizes, extent: Any = None, value: Callable[..., Any] | None = None
+    ) -> Work:
+        """The work of a program, as numbers; in symbols its operations alone.
+
+        Args:
+            cost, sizes: of the program, and of the step.
+            extent: the chunk; None: the whole sequence.
+            value: gives each part; None: `value`, of one call.
+        """
+        work, each = cost.work.operations if sizes.symbolic else cost.work, value or self.value
+        return work.map(lambda part: each(sympy.sympify(part), sizes, extent))
 
     def _over_chunks(self, each: sympy.Expr, sizes: Sizes, last: Extent, share: Share = ALL) -> sympy.Expr:
         """Work or bytes of all chunks of a share of a segment's rows, from those of the last: chunks are of

@@ -149,7 +149,7 @@ class StepWalk(ProcedureWalk):
         segment = self.facts.segments[index]
         cost = self.cost.unchunked_cost(segment, backward)
         held = self.ledger.bytes((self.cause_of_programs(segment), self.cost.value(cost.peak, self.sizes)))
-        return Moment(self.phase, index, None, "unchunked", held, self.cost.value(cost.flops, self.sizes))
+        return Moment(self.phase, index, None, "unchunked", held, self.cost.work(cost, self.sizes))
 
     def bytes_of(self, value: Value) -> Any:
         """Bytes of a value."""

@@ -1,7 +1,8 @@
-"""Several devices on paper: what they would share, send and wait for; nothing is run.
+"""Steps on paper: how long they would take, and what several devices would share, send and wait for.
 
 engines       which parameters an engine would share, and what each device would hold of them
 arrival       in which order gradients come
-rates         how fast devices and what connects them are, from data sheets
+compute_rates, measured_rates, rates
+              how fast devices and what connects them are: from data sheets, or measured on this machine
 timing        how long a step takes at these rates, and whether collectives are hidden
 """

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from ..choosing.saving import Space
 from ..cost import eager_step
+from ..passes.cost.work import Work, total
 from ..passes.s3_cut.policy import Policy
+from .rates import Rates
 
 # Of all that may be saved, the shares that the frontier is shown for.
 SHARES = (0, 0.02, 0.05, 0.1, 0.2, 0.35, 1)
@@ -22,6 +24,7 @@ class WayToRun:
         peak_bytes: with weights, gradients and optimizer states.
         flops: floating-point operations of products and attention.
         recompute_factor: those over the ones of a step that computes nothing twice.
+        seconds: that it takes, a prediction; None: no device was given.
     """
 
     what: str
@@ -29,29 +32,33 @@ class WayToRun:
     peak_bytes: int
     flops: int
     recompute_factor: float
+    seconds: float | None = None
 
 
-def ways_to_run(space: Space, resident: int) -> tuple[WayToRun, ...]:
+def ways_to_run(space: Space, resident: int, rates: Rates | None = None) -> tuple[WayToRun, ...]:
     """From the least memory to no recompute, and the same step unstreamed, with checkpointing and without.
 
     Args:
         space: what may be saved of the step, on one device.
         resident: bytes of weights, gradients and optimizer states.
+        rates: of the device, if times are asked for.
     """
     cost, sizes = space.cost, space.sizes
     least_work = eager_step.flops(cost, sizes)
     found = []
+
+    def add(what: str, streamed: bool, held: int, works: list[Work]) -> None:
+        seconds = None if rates is None else sum(map(rates.seconds, works))
+        work = int(total(works).flops)
+        found.append(
+            WayToRun(what, streamed, int(resident + held), work, round(work / least_work, 4), seconds)
+        )
+
     for share in SHARES:
         policy = Policy(space.saving(space.count(int(share * space.saved[-1]))))
         moments = cost.storing(policy).timeline(sizes)
-        held, work = max(m.total for m in moments), sum(m.flops for m in moments)
-        found.append(_way(str(policy), True, resident + held, work, least_work))
+        add(str(policy), True, max(m.total for m in moments), [m.work for m in moments])
     for checkpointing, what in ((True, "unstreamed, layers checkpointed"), (False, "unstreamed")):
         held = max(m.total for m in eager_step.timeline(cost, sizes, checkpointing))
-        work = eager_step.flops(cost, sizes, checkpointing)
-        found.append(_way(what, False, resident + held, work, least_work))
+        add(what, False, held, eager_step.works(cost, sizes, checkpointing))
     return tuple(dict.fromkeys(found))
-
-
-def _way(what: str, streamed: bool, peak: int, work: int, least_work: int) -> WayToRun:
-    return WayToRun(what, streamed, int(peak), int(work), round(work / least_work, 4))

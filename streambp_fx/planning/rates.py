@@ -1,6 +1,6 @@
-"""How fast devices compute and exchange numbers: peaks from data sheets, and what share of them is assumed.
+"""How fast devices compute and exchange numbers: from data sheets, as a user gives it, or as it is measured.
 
-Nothing here was measured with this package. The shares are assumptions that a user can change.
+The share of a link's rate is an assumption; for those of devices see `compute_rates`.
 """
 
 from __future__ import annotations
@@ -8,85 +8,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import PlanError
+from ..passes.cost.work import Work
+from .compute_rates import GPU, GPUS, ComputeRates, shares_of_peak
+from .measured_rates import rates_here
 
-# Of the peak, for products and attention together with all that runs between them.
-EFFICIENCY = 0.5
 # Of a link's rate, for large collectives: nccl-tests show about 0.8 on NVLink.
 LINK_EFFICIENCY = 0.8
 WIDE = ("float32",)
 HALF = ("bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class GPU:
-    """A device, as its data sheet has it.
-
-    Attributes:
-        name: of it.
-        half: floating-point operations a second of products in bfloat16 and float16, dense.
-        float32: the same in float32, without TF32.
-        nvlink: bytes a second in one direction between two devices by NVLink; 0: it has none.
-        pcie: the same by PCIe, 16 lanes.
-        source: the data sheet. Where it gives both directions of a link together, or the rate of sparse
-            products, this is half of it.
-    """
-
-    name: str
-    half: float
-    float32: float
-    nvlink: float
-    pcie: float
-    source: str
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GPU("A100", 312e12, 19.5e12, 300e9, 32e9, "NVIDIA A100 80GB (SXM), data sheet, 2021"),
-        GPU("A800", 312e12, 19.5e12, 200e9, 32e9, "NVIDIA A800 80GB (SXM), data sheet, 2022"),
-        GPU("H100", 989.5e12, 67e12, 450e9, 64e9, "NVIDIA H100 (SXM), data sheet, 2023"),
-        GPU("H200", 989.5e12, 67e12, 450e9, 64e9, "NVIDIA H200 (SXM), data sheet, 2024"),
-        GPU("L40S", 362e12, 91.6e12, 0, 32e9, "NVIDIA L40S, data sheet, 2023"),
-    )
-}
+#: The name of the device that this process would use, whose rates are measured.
+HERE = "here"
 LINKS = ("nvlink", "pcie", "ib400")
 IB400 = 400e9 / 8  # InfiniBand NDR: 400 Gbit/s in each direction, with one adapter for each device
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a time is predicted from.
+    """What the time of a step is predicted from.
 
     Attributes:
-        what: the device, in words.
-        peak_flops: floating-point operations a second.
-        efficiency: the share of them that is assumed.
+        compute: of each device.
         link: what connects the devices, in words.
         peak_bandwidth: bytes a second that a device sends, while it receives as many; 0: there is no other.
         link_efficiency: the share of that that is assumed.
     """
 
-    what: str
-    peak_flops: float
-    efficiency: float
-    link: str
-    peak_bandwidth: float
-    link_efficiency: float
+    compute: ComputeRates
+    link: str = "none"
+    peak_bandwidth: float = 0.0
+    link_efficiency: float = LINK_EFFICIENCY
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations a second."""
-        return self.peak_flops * self.efficiency
+    def seconds(self, work: Work) -> float:
+        """How long a device takes for some work, whose parts are numbers."""
+        return self.compute.seconds(work)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
+        """Bytes a second that a device sends."""
         return self.peak_bandwidth * self.link_efficiency
 
     def lines(self) -> list[str]:
         """What is assumed, for people."""
-        peak = f"{self.peak_flops / 1e12:,.4g} TFLOP/s"
-        found = [f"{self.what}, {peak}, of which {self.efficiency:.0%} are assumed"]
+        found = list(self.compute.lines)
         if self.peak_bandwidth:
             rate = f"{self.peak_bandwidth / 1e9:,.4g} GB/s in each direction"
             found.append(f"{self.link}, {rate}, of which {self.link_efficiency:.0%} are assumed")
@@ -98,24 +61,27 @@ def rates(
     dtype: str = "bfloat16",
     interconnect: str | float | None = None,
     flops: float | None = None,
-    efficiency: float = EFFICIENCY,
+    efficiency: float | None = None,
 ) -> Rates:
     """The rates of devices and of what connects them.
 
     Args:
-        gpu: a name in `GPUS`.
+        gpu: a name in `GPUS`, or "here": the device of this process, which is measured.
         dtype: of the weights; products are taken to be in it.
         interconnect: one of `LINKS`, or GB/s in one direction; None: there is one device.
         flops: floating-point operations a second, instead of those of the data sheet.
-        efficiency: the share of the peak that is assumed.
+        efficiency: the share of the peak that products and attention reach; None: what they did on an H100.
 
     Raises:
         PlanError: an argument is not known, or no positive number; or the data sheet does not have the rate.
     """
-    if gpu not in GPUS:
-        raise PlanError(f"gpu must be one of {', '.join(GPUS)}, not {gpu!r}: for another give flops")
-    if not 0 < efficiency <= 1:
+    if gpu not in (*GPUS, HERE):
+        names = f"{', '.join(GPUS)}, or {HERE}"
+        raise PlanError(f"gpu must be one of {names}, not {gpu!r}: for another give flops")
+    if efficiency is not None and not 0 < efficiency <= 1:
         raise PlanError(f"efficiency must be over 0 and at most 1, not {efficiency!r}")
+    if gpu == HERE:
+        return _rates_here(dtype, interconnect, flops, efficiency)
     device = GPUS[gpu]
     what, peak = f"{device.source}: {'float32' if dtype in WIDE else 'half precision, dense'}", flops
     if peak is not None:
@@ -126,8 +92,20 @@ def rates(
         raise PlanError(f"no rate of a {gpu} in {dtype} is known: give flops")
     if peak <= 0:
         raise PlanError(f"flops must be a positive number, not {flops!r}")
-    link, bandwidth = ("none", 0.0) if interconnect is None else _link(interconnect, device)
-    return Rates(what, peak, efficiency, link, bandwidth, LINK_EFFICIENCY)
+    compute = shares_of_peak(what, peak, device.memory, efficiency)
+    return Rates(compute, *(() if interconnect is None else _link(interconnect, device)))
+
+
+def _rates_here(
+    dtype: str, interconnect: str | float | None, flops: float | None, efficiency: float | None
+) -> Rates:
+    if flops is not None or efficiency is not None:
+        raise PlanError(f"gpu={HERE!r} measures what the device does: leave out flops and efficiency")
+    if interconnect in LINKS:
+        raise PlanError(
+            f"what connects devices is not measured: give GB/s as interconnect, not {interconnect!r}"
+        )
+    return Rates(rates_here(dtype), *(() if interconnect is None else _given_link(interconnect)))
 
 
 def rates_for(
@@ -135,7 +113,7 @@ def rates_for(
     gpu: str | None,
     interconnect: str | float | None,
     flops: float | None,
-    efficiency: float,
+    efficiency: float | None,
     dtype: str,
 ) -> Rates | None:
     """The rates that a user asks for; None if neither several devices nor a device is given.
@@ -153,6 +131,8 @@ def rates_for(
         return None
     name = "H100" if gpu is None else gpu
     if several and interconnect is None:
+        if name == HERE:
+            raise PlanError("what connects devices is not measured: give interconnect, in GB/s")
         interconnect = "nvlink" if name not in GPUS or GPUS[name].nvlink else "pcie"
     return rates(name, dtype, interconnect, flops, efficiency)
 
@@ -167,6 +147,11 @@ def _link(interconnect: str | float, gpu: GPU) -> tuple[str, float]:
         return f"PCIe of a {gpu.name}, 16 lanes", gpu.pcie
     if interconnect == "ib400":
         return "InfiniBand NDR, 400 Gbit/s for each device", IB400
+    return _given_link(interconnect)
+
+
+def _given_link(interconnect: str | float) -> tuple[str, float]:
+    """A link whose rate is given."""
     try:
         rate = float(interconnect)
     except ValueError:

@@ -82,7 +82,7 @@ class TimePlan:
 
     Attributes:
         seconds: of the step, without the optimizer's own work.
-        compute_seconds: the operations of products and attention over the rate.
+        compute_seconds: in which a device computes.
         link_seconds: of collectives, hidden ones among them.
         waited_seconds: in which a device computes nothing, because it waits for a collective.
         tokens_per_second: of all devices together.

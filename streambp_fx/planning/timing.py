@@ -3,7 +3,7 @@
 NOTE [one link]: collectives run one after the other, in the order in which they begin, beside the
 computation. A gather that an engine begins ahead begins with the computation of the part before the one that
 reads it; a sum begins when its gradients are there. A part waits for its own gathers, and the step for all
-sums. Computing takes the operations of products and attention over the rate; nothing else is counted.
+sums. How long computing takes see NOTE [what takes time] in `passes.cost.work`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StepTime:
 class _Part:
     phase: str
     segment: int
-    flops: float = 0.0
+    computing: float = 0.0
     gathers: list[Collective] = field(default_factory=list)
     sums: list[Collective] = field(default_factory=list)
 
@@ -78,14 +78,14 @@ def step_time(moments: Iterable[Moment], rates: Rates) -> StepTime:
         moments: of the step, with numbers for the sizes.
         rates: of the devices and of what connects them.
     """
-    parts = _parts(moments)
+    parts = _parts(moments, rates)
     link = _Link(rates)
     now, found = 0.0, []
     ready = link.run([c for part in parts[:1] for c in part.gathers], 0.0)
     for number, part in enumerate(parts):
         start = max(now, ready)
         following = parts[number + 1].gathers if number + 1 < len(parts) else []
-        end = start + part.flops / rates.flops
+        end = start + part.computing
         ready = link.run([c for c in following if c.ahead], start)
         done = link.run(part.sums, end)
         wait = max([end, *([done] if any(not c.ahead for c in part.sums) else [])])
@@ -129,7 +129,7 @@ class _Link:
         return self.free
 
 
-def _parts(moments: Iterable[Moment]) -> list[_Part]:
+def _parts(moments: Iterable[Moment], rates: Rates) -> list[_Part]:
     found: list[_Part] = []
     gathers: list[Collective] = []
     for moment in moments:
@@ -148,5 +148,5 @@ def _parts(moments: Iterable[Moment]) -> list[_Part]:
         if last is None or not alike or gathers or last.sums:
             found.append(last := _Part(*key, gathers=gathers))
             gathers = []
-        last.flops += float(moment.flops)
+        last.computing += rates.seconds(moment.work)
     return found

@@ -26,9 +26,9 @@ BINS = 600
 
 def plot_memory(schedule: ScheduledStep, path: str | Path, title: str | None = None) -> None:
     """Draw the memory of a step, see `Schedule.plot_memory`."""
-    path, figure_class = check_picture(path), _figure_class()
+    path = check_picture(path)
     memory = StepMemory.of(schedule)
-    figure, found = figure_class(figsize=(11, 5), layout="constrained"), bars(memory)
+    figure, found = figure_class()(figsize=(11, 5), layout="constrained"), bars(memory)
     if found:
         places = figure.add_gridspec(2, 2, height_ratios=[4, 1])
         over_time, by_length = figure.add_subplot(places[0, 0]), figure.add_subplot(places[:, 1])
@@ -55,14 +55,14 @@ def check_picture(path: str | Path) -> Path:
     Raises:
         OutputError: matplotlib is missing, the format is unknown, or no file can be written there.
     """
-    _figure_class()
+    figure_class()
     path = check_writable(path)
     if path.suffix.lower() not in FORMATS:
         raise OutputError(f"cannot draw {path.name}: its name must end in {', '.join(FORMATS)}")
     return path
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
     """matplotlib's figure; it draws without a display and without pyplot's global state.
 
     Raises:

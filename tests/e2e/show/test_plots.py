@@ -207,7 +207,7 @@ def test_bad_input_is_said_before_the_work(
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(memory_plot, "_figure_class", lambda: None)
+    monkeypatch.setattr(memory_plot, "figure_class", lambda: None)
     monkeypatch.setattr("streambp_fx.commands.explain.explain", lambda *_, **__: pytest.fail("it worked"))
     assert main(["explain", *(config if w == "CONFIG" else w for w in wrong)]) == 2
     captured = capsys.readouterr()
