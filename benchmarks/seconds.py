@@ -21,6 +21,7 @@ import streambp_fx
 from streambp_fx.cost import eager_step
 from streambp_fx.measure.step import StepSpec, run_isolated
 from streambp_fx.models.by_name import model_on_meta
+from streambp_fx.passes.cost.work import total
 from streambp_fx.planning.measured_rates import rates_here
 
 from .cases import CONFIGS
@@ -44,10 +45,10 @@ def predicted(source: str, tokens: int, chunk: int, way: str) -> float:
     schedule = streambp_fx.explain(model_on_meta(source, "float32"), tokens, chunk=chunk, **options)
     cost, sizes = schedule.cost, schedule.cost.sizes(tokens)
     if mode == "streamed":
-        works = [m.work for m in cost.timeline(sizes)]
+        work = total(m.work for m in cost.timeline(sizes))
     else:
-        works = eager_step.works(cost, sizes, checkpointing=mode == "checkpointing")
-    return sum(map(rates_here("float32").seconds, works))
+        work = eager_step.work(cost, sizes, checkpointing=mode == "checkpointing")
+    return rates_here("float32").seconds(work)
 
 
 def measured(source: str, tokens: int, chunk: int, way: str) -> float:

@@ -1,11 +1,11 @@
 """work: what a program computes and moves, op by op, as expressions in the sizes.
 
 NOTE [what takes time]: a step's time is taken to be a sum: operations of products, of attention and of its
-backward, bytes that products and all other ops read and write, and a share for each op that is called; each
-over a rate of its own (`streambp_fx.planning.compute_rates`). A GPU is given its ops beside its work, so
-there it is the longer of both. There is no rate for single shapes: that products of few rows are slower is in
-the bytes of their weights. What this comes to beside measured steps is in docs/benchmarks.md and docs/gpu.md.
-A list of ops that is incomplete makes it less exact and nothing else.
+backward, bytes that products and all other ops read and write, and a share for each op and each program that
+is called; each over a rate of its own (`streambp_fx.planning.compute_rates`). A GPU is given its ops beside
+its work, so there it is the longer of both. There is no rate for single shapes: that products of few rows are
+slower is in the bytes of their weights. What this comes to beside measured steps is in docs/benchmarks.md and
+docs/gpu.md. A list of ops that is incomplete makes it less exact and nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Work:
         product_bytes: bytes that products read and write: each operand and each result once.
         bytes: bytes that all other ops read and write, views apart.
         calls: how many ops are called, views apart.
+        programs: how many programs are called.
     """
 
     products: Any = 0
@@ -44,6 +45,7 @@ class Work:
     product_bytes: Any = 0
     bytes: Any = 0
     calls: Any = 0
+    programs: Any = 0
 
     @property
     def flops(self) -> Any:

@@ -70,13 +70,13 @@ def flops(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Any:
         cost, sizes: as of `timeline`.
         checkpointing: layers run forwards a second time.
     """
-    return total(works(cost, sizes, checkpointing)).flops
+    return work(cost, sizes, checkpointing).flops
 
 
-def works(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> list[Work]:
-    """What the eager step computes and moves, segment by segment; see `flops`."""
+def work(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Work:
+    """What the eager step computes and moves; see `flops`."""
     instructions = unstreamed(cost.executor.parts, checkpointing).instructions()
-    return [_work(cost, instruction, sizes) for instruction in instructions]
+    return total(_work(cost, instruction, sizes) for instruction in instructions)
 
 
 def _work(cost: StepCost, instruction: StepInstruction, sizes: Sizes) -> Work:

@@ -30,9 +30,6 @@ from .held_bytes import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
 
 # Two chunks of this many rows stand for "a chunk with a prefix" when programs are traced for an expression.
 SAMPLE = 64
-# Running a program, besides its own ops, takes as long as so many ops on hardly any data: 0.43 ms on two
-# cores, where an op takes 5 us (`python -m benchmarks.overhead`).
-CALLS_OF_RUN = 80
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ class ProgramCosts:
                 cost = self.program(runner, run, extent, sizes)
                 each = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
                 peak, work = self.value(cost.peak, sizes, extent), self.work(cost, sizes, extent, each)
-                work = work if sizes.symbolic else work + Work(calls=CALLS_OF_RUN)
+                work = work if sizes.symbolic else work + Work(programs=1)
                 found.append(Call(chunk, extent.start, peak, work, each(cost.saved, sizes, extent)))
             self._calls_of[key] = found
         return self._calls_of[key]

@@ -18,6 +18,9 @@ MEMORY = 0.65
 # Seconds in which Python launches an op on a GPU: steps of 55,000 and 84,000 ops took 1.76 and 1.62 s on a
 # machine with an H200.
 LAUNCH = 22e-6
+# Seconds that a program takes besides its ops, as on two cores (`python -m benchmarks.overhead`, where an op
+# takes 5 us).
+PROGRAM = 0.43e-3
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class ComputeRates:
         products, attention, attention_backward: floating-point operations a second.
         memory: bytes a second.
         call: seconds of an op that is called, whatever its size.
+        program: the same of a program, besides its ops.
         lines: where they are from, for people.
         beside: what calls ops does so while the device computes: the longer of both counts.
     """
@@ -73,6 +77,7 @@ class ComputeRates:
     attention_backward: float
     memory: float
     call: float
+    program: float
     lines: tuple[str, ...]
     beside: bool = False
 
@@ -81,7 +86,7 @@ class ComputeRates:
         computing = work.products / self.products + work.attention / self.attention
         computing += work.attention_backward / self.attention_backward
         computing += (work.product_bytes + work.bytes) / self.memory
-        calling = work.calls * self.call
+        calling = work.calls * self.call + work.programs * self.program
         return float(max(computing, calling) if self.beside else computing + calling)
 
 
@@ -105,4 +110,4 @@ def shares_of_peak(what: str, peak: float, memory: float, efficiency: float | No
     of_memory = f"its memory, {memory / 1e12:,.4g} TB/s, of which {MEMORY:.0%} are assumed"
     lines = ", ".join(words), of_memory, f"{LAUNCH * 1e6:.0f} us to launch an op, beside the device's work"
     rates = peak * first, peak * second, peak * third, memory * MEMORY
-    return ComputeRates(*rates, LAUNCH, lines, beside=True)
+    return ComputeRates(*rates, LAUNCH, PROGRAM, lines, beside=True)

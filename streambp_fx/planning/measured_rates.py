@@ -27,6 +27,8 @@ from .compute_rates import ComputeRates
 
 # Seconds for each of what is measured.
 BUDGET = 0.4
+# A program takes as long, besides its ops, as so many ops on hardly any data (`compute_rates.PROGRAM`).
+OPS_OF_PROGRAM = 80
 # As many sets of operands as are used in turn: together they are larger than a cache.
 SETS = 20
 
@@ -136,7 +138,9 @@ def _measured(device: str, dtype: str) -> dict[str, Any]:
         f"attention {_flops(forwards)} forwards and {_flops(backwards)} backwards",
         f"its memory, {memory / 1e9:,.3g} GB/s; {call * 1e6:.2g} us for an op",
     )
-    return asdict(ComputeRates(products, forwards, backwards, memory, call, words, beside))
+    return asdict(
+        ComputeRates(products, forwards, backwards, memory, call, OPS_OF_PROGRAM * call, words, beside)
+    )
 
 
 def _flops(rate: float) -> str:

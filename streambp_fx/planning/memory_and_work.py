@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ..choosing.saving import Space
 from ..cost import eager_step
-from ..passes.cost.work import Work, total
 from ..passes.s3_cut.policy import Policy
 from .rates import Rates
+from .timing import step_time
 
 # Of all that may be saved, the shares that the frontier is shown for.
 SHARES = (0, 0.02, 0.05, 0.1, 0.2, 0.35, 1)
@@ -47,18 +47,17 @@ def ways_to_run(space: Space, resident: int, rates: Rates | None = None) -> tupl
     least_work = eager_step.flops(cost, sizes)
     found = []
 
-    def add(what: str, streamed: bool, held: int, works: list[Work]) -> None:
-        seconds = None if rates is None else sum(map(rates.seconds, works))
-        work = int(total(works).flops)
-        found.append(
-            WayToRun(what, streamed, int(resident + held), work, round(work / least_work, 4), seconds)
-        )
+    def add(what: str, streamed: bool, held: int, flops: int, seconds: float | None) -> None:
+        factor = round(flops / least_work, 4)
+        found.append(WayToRun(what, streamed, int(resident + held), int(flops), factor, seconds))
 
     for share in SHARES:
         policy = Policy(space.saving(space.count(int(share * space.saved[-1]))))
         moments = cost.storing(policy).timeline(sizes)
-        add(str(policy), True, max(m.total for m in moments), [m.work for m in moments])
+        seconds = None if rates is None else step_time(moments, rates).seconds
+        add(str(policy), True, max(m.total for m in moments), sum(m.flops for m in moments), seconds)
     for checkpointing, what in ((True, "unstreamed, layers checkpointed"), (False, "unstreamed")):
         held = max(m.total for m in eager_step.timeline(cost, sizes, checkpointing))
-        add(what, False, held, eager_step.works(cost, sizes, checkpointing))
+        work = eager_step.work(cost, sizes, checkpointing)
+        add(what, False, held, work.flops, None if rates is None else rates.seconds(work))
     return tuple(dict.fromkeys(found))

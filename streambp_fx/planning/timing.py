@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..cost.held_bytes import Moment
+from ..passes.cost.work import Work
 from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from .rates import Rates
 
@@ -66,7 +67,7 @@ class StepTime:
 class _Part:
     phase: str
     segment: int
-    computing: float = 0.0
+    work: Work = field(default_factory=Work)
     gathers: list[Collective] = field(default_factory=list)
     sums: list[Collective] = field(default_factory=list)
 
@@ -78,14 +79,14 @@ def step_time(moments: Iterable[Moment], rates: Rates) -> StepTime:
         moments: of the step, with numbers for the sizes.
         rates: of the devices and of what connects them.
     """
-    parts = _parts(moments, rates)
+    parts = _parts(moments)
     link = _Link(rates)
     now, found = 0.0, []
     ready = link.run([c for part in parts[:1] for c in part.gathers], 0.0)
     for number, part in enumerate(parts):
         start = max(now, ready)
         following = parts[number + 1].gathers if number + 1 < len(parts) else []
-        end = start + part.computing
+        end = start + rates.seconds(part.work)
         ready = link.run([c for c in following if c.ahead], start)
         done = link.run(part.sums, end)
         wait = max([end, *([done] if any(not c.ahead for c in part.sums) else [])])
@@ -129,7 +130,7 @@ class _Link:
         return self.free
 
 
-def _parts(moments: Iterable[Moment], rates: Rates) -> list[_Part]:
+def _parts(moments: Iterable[Moment]) -> list[_Part]:
     found: list[_Part] = []
     gathers: list[Collective] = []
     for moment in moments:
@@ -148,5 +149,5 @@ def _parts(moments: Iterable[Moment], rates: Rates) -> list[_Part]:
         if last is None or not alike or gathers or last.sums:
             found.append(last := _Part(*key, gathers=gathers))
             gathers = []
-        last.computing += rates.seconds(moment.work)
+        last.work += moment.work
     return found

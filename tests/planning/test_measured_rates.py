@@ -67,8 +67,8 @@ def test_a_dtype_without_products(quick: Path, dtype: str) -> None:
 
 
 def test_seconds_are_a_sum() -> None:
-    found = ComputeRates(2.0, 4.0, 8.0, 16.0, 3.0, ())
-    assert found.seconds(Work(2, 4, 8, 16, 16, 1)) == 1 + 1 + 1 + 2 + 3
+    found = ComputeRates(2.0, 4.0, 8.0, 16.0, 3.0, 5.0, ())
+    assert found.seconds(Work(2, 4, 8, 16, 16, 1, 2)) == 1 + 1 + 1 + 2 + 3 + 10
     beside = replace(found, beside=True)
     assert [beside.seconds(Work(2, calls=n)) for n in (0, 1)] == [1, 3], "a device waits for what is called"
 

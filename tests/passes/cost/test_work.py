@@ -91,6 +91,6 @@ def test_operations_are_those_that_pytorch_counts() -> None:
 
 
 def test_parts_are_added_and_mapped() -> None:
-    one = Work(1, 2, 3, 4, 5, 6)
+    one = Work(1, 2, 3, 4, 5, 6, 7)
     assert one + one == one.map(lambda part: 2 * part) and one.flops == 6
     assert one.operations == Work(1, 2, 3)
