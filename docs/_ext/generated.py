@@ -62,7 +62,7 @@ def table(title: str, registry: Iterable[tuple[Any, Callable]]) -> list[str]:
 def registries() -> dict[str, tuple[str, list[tuple[Any, Callable]]]]:
     """Everything that is registered for single ops: heading, what the first column says, op and function."""
     importlib.import_module("streambp_fx.passes.s4_trace.chunk_ops")  # registers
-    from streambp_fx.passes.cost.program import FLOPS
+    from streambp_fx.passes.cost.work import FLOPS
     from streambp_fx.passes.masks.elements import MASK_RULES
     from streambp_fx.passes.rules import RULES
     from streambp_fx.passes.s1_capture.normalize import REWRITES

@@ -20,10 +20,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..cost.program import tensor_bytes
+from ..cost.recurrences import inner_work
 from ..cost.storages import Storages
-from ..cost.work import flops_of
-from ..graph.facts import expression, tensors_of
+from ..cost.work import flops_of, work_of_node
+from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something
+from ..graph.recurrence import KERNELS
 from ..step.saving import Price
 
 # What an elementwise op costs: operations of a product that a device does while it reads or writes a byte.
@@ -142,12 +144,8 @@ def _operations(node: Node, prefix: int | None, names: Names) -> int:
 def work_of(node: Node) -> sympy.Expr:
     """Operations of a node in the sizes of its graph: those of products and attention, and for each byte that
     is read or written as many as a device could do meanwhile."""
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.is_view:
-        return sympy.S.Zero
-    made = [tensor_bytes(v) for v in tensors_of(node)]
-    read = [expression(v.numel()) * v.element_size() for n in node.all_input_nodes for v in tensors_of(n)]
-    return flops_of(node) + sympy.Add(*made, *read) * operations_per_byte(node)
+    work = inner_work(node) if node.target in KERNELS else work_of_node(node)
+    return work.flops + (work.product_bytes + work.bytes) * operations_per_byte(node)
 
 
 def operations_per_byte(node: Node) -> int:

@@ -14,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def _name(device: str) -> str:
 def _measured(device: str, dtype: str) -> dict[str, Any]:
     scale = SHAPES.get(device, LARGE)
     try:
-        with torch.device(device), torch.random.fork_rng(), torch.no_grad():
+        with torch.device(device), _random_numbers_of_its_own(device), torch.no_grad():
             torch.manual_seed(0)
             kind = getattr(torch, dtype)
             call = _call_seconds(device)
@@ -141,6 +142,12 @@ def _measured(device: str, dtype: str) -> dict[str, Any]:
     return asdict(
         ComputeRates(products, forwards, backwards, memory, call, OPS_OF_PROGRAM * call, words, beside)
     )
+
+
+def _random_numbers_of_its_own(device: str) -> AbstractContextManager[None]:
+    if device == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=device)
 
 
 def _flops(rate: float) -> str:
