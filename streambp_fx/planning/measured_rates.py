@@ -122,7 +122,7 @@ def _name(device: str) -> str:
 def _measured(device: str, dtype: str) -> dict[str, Any]:
     scale = SHAPES.get(device, LARGE)
     try:
-        with torch.device(device), _random_numbers_of_its_own(device), torch.no_grad():
+        with _random_numbers_of_its_own(device), torch.no_grad():
             torch.manual_seed(0)
             kind = getattr(torch, dtype)
             call = _call_seconds(device)
@@ -185,13 +185,13 @@ def _call_seconds(device: str) -> float:
         value = graph.call_function(torch.ops.aten.mul.Tensor, (value, given))
         value = graph.call_function(torch.ops.aten.mm.default, (value, given))
     graph.output(value)
-    program, small = fx.GraphModule({}, graph), torch.zeros(8, 8)
+    program, small = fx.GraphModule({}, graph), torch.zeros(8, 8, dtype=torch.float32, device=device)
     return _median_seconds(device, [lambda: program(small)]) / 64
 
 
 def _memory_rate(device: str, scale: Shapes, dtype: torch.dtype, call: float) -> float:
     """Bytes a second of ops as they are between products."""
-    sets = [[torch.randn(scale.rows, scale.wide).to(dtype) for _ in range(2)] for _ in range(SETS)]
+    sets = [[_drawn(device, dtype, scale.rows, scale.wide) for _ in range(2)] for _ in range(SETS)]
     size, calls = sets[0][0].nbytes, list[Callable[[], object]]()
     for first, second in sets:
         calls += [_of(torch.mul, first, second), _of(silu, first), _of(first.add_, second)]
@@ -204,8 +204,8 @@ def _products_rate(device: str, scale: Shapes, dtype: torch.dtype, memory: float
     shapes = [(scale.rows, scale.wide)] * SETS + [(scale.rows // 2, scale.vocabulary)]
     calls, moved, operations = list[Callable[[], object]](), 0, 0
     for many, wide in shapes:
-        rows, weight = (torch.randn(n, scale.hidden).to(dtype) for n in (many, wide))
-        gradient, total = torch.randn(many, wide).to(dtype), torch.zeros_like(weight)
+        rows, weight = (_drawn(device, dtype, n, scale.hidden) for n in (many, wide))
+        gradient, total = _drawn(device, dtype, many, wide), torch.zeros_like(weight)
         calls += [_of(torch.mm, rows, weight.t()), _of(torch.mm, gradient, weight)]
         calls.append(_of(total.addmm_, gradient.t(), rows))
         moved += 3 * (rows.nbytes + weight.nbytes + gradient.nbytes) + total.nbytes
@@ -222,7 +222,7 @@ def _attention_rates(device: str, scale: Shapes, dtype: torch.dtype) -> tuple[fl
     forwards, backwards = 0.0, 0.0
     for own, others, causal in blocks:
         query, key, value = (
-            torch.randn(1, scale.heads, n, scale.head_size).to(dtype).requires_grad_()
+            _drawn(device, dtype, 1, scale.heads, n, scale.head_size).requires_grad_()
             for n in (own, others, others)
         )
         attention = functools.partial(scaled_dot_product_attention, query, key, value, is_causal=causal)
@@ -233,6 +233,10 @@ def _attention_rates(device: str, scale: Shapes, dtype: torch.dtype) -> tuple[fl
         again = functools.partial(torch.autograd.grad, out, leaves, gradient, retain_graph=True)
         backwards += _median_seconds(device, [again])
     return 4 * pairs / forwards, 10 * pairs / backwards
+
+
+def _drawn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=device).to(dtype)
 
 
 def _of(function: Callable[..., object], *given: Tensor) -> Callable[[], object]:
