@@ -184,7 +184,7 @@ class ProcedureWalk:
             calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
                 now = {**held, cause: held.get(cause, 0) + call.peak}
-                work = call.work if runner.programs.in_turn else call.work.map(self.cost.share)
+                work = call.work if runner.programs.in_turn else self.cost.share_of_work(call.work)
                 yield Moment(within.phase, segment.index, call.chunk, run.program, now, work)
                 if keeps:
                     self._save(within, self.cost.share(call.saved))

@@ -283,6 +283,11 @@ class ProgramCosts:
             return size
         return -(-size // self.devices) if isinstance(size, int) else size / self.devices
 
+    def share_of_work(self, work: Work) -> Work:
+        """What one device does of some work; of a program, which is called once, a part as well."""
+        shared = work.map(self.share)
+        return shared if self.devices == 1 else replace(shared, programs=work.programs / self.devices)
+
     # ---- sizes
 
     def held_of(self, node: Node, sizes: Sizes) -> Any:
