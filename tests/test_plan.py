@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -241,18 +242,10 @@ def test_what_memory_buys(folder: Path) -> None:
 
 
 def test_the_frontier_in_seconds_and_as_a_picture(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the least memory and of no recompute the seconds are those of a plan; both ends are in the table."""
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "frontier.svg"
-    argv = ["plan", str(folder), "--seq-len", "2000", "--chunk", "512", "--gpu", "A100"]
-    assert main([*argv, "--frontier", str(picture)]) == 0
-    text = capsys.readouterr().out
-    assert "what memory buys" in text and "s a step, predicted" in text and "layers checkpointed" in text
-    drawn = picture.read_text()
-    assert drawn.startswith("<?xml") and "seconds a step" in drawn
-
     found = streambp_fx.plan(folder, 2000, chunk=512, gpu="A100", frontier=True)
     assert found.ways is not None and found.time is not None
     ours = [w for w in found.ways if w.streamed]
@@ -262,8 +255,24 @@ def test_the_frontier_in_seconds_and_as_a_picture(
     assert [w.recompute_factor for w in found.ways][-1] == 1
     with pytest.raises(PlanError, match="for one device"):
         streambp_fx.plan(folder, 2000, gpus=2, shard="ddp", frontier=True)
-    assert main([*argv, "--frontier", str(tmp_path / "frontier.txt")]) != 0
+
+    asked: dict[str, Any] = {}
+
+    def planned(*_: Any, **given: Any) -> streambp_fx.Plan:
+        asked.update(given)
+        return found
+
+    monkeypatch.setattr(sys.modules["streambp_fx.plan"], "plan", planned)
+    picture = tmp_path / "frontier.svg"
+    argv = ["plan", str(folder), "--seq-len", "2000", "--frontier"]
+    assert main([*argv, str(picture)]) == 0 and asked["frontier"]
+    text = capsys.readouterr().out
+    assert "what memory buys" in text and "s a step, predicted" in text and "layers checkpointed" in text
+    drawn = picture.read_text()
+    assert drawn.startswith("<?xml") and "seconds a step" in drawn
+    assert main([*argv, str(tmp_path / "frontier.txt")]) != 0
     assert "must end in .png" in capsys.readouterr().err
+    assert main(argv[:-1]) == 0 and not asked["frontier"]
 
 
 @pytest.mark.slow
