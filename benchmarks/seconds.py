@@ -8,6 +8,7 @@ than a twentieth the one that is said to be faster.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 
 import streambp_fx
 from streambp_fx.cost import eager_step
+from streambp_fx.cost.step import StepCost
 from streambp_fx.measure.step import StepSpec, run_isolated
 from streambp_fx.models.by_name import model_on_meta
 from streambp_fx.passes.cost.work import total
@@ -42,13 +44,19 @@ APART = 0.05
 def predicted(source: str, tokens: int, chunk: int, way: str) -> float:
     """Seconds of a step by the cost model and the rates of this machine."""
     mode, options = WAYS[way]
-    schedule = streambp_fx.explain(model_on_meta(source, "float32"), tokens, chunk=chunk, **options)
-    cost, sizes = schedule.cost, schedule.cost.sizes(tokens)
+    cost = cost_of(source, tokens, chunk, **options)
+    sizes = cost.sizes(tokens)
     if mode == "streamed":
         work = total(m.work for m in cost.timeline(sizes))
     else:
         work = eager_step.work(cost, sizes, checkpointing=mode == "checkpointing")
     return rates_here("float32").seconds(work)
+
+
+@functools.cache
+def cost_of(source: str, tokens: int, chunk: int, **options: Any) -> StepCost:
+    """The cost of a step, which also knows what it would be unstreamed."""
+    return streambp_fx.explain(model_on_meta(source, "float32"), tokens, chunk=chunk, **options).cost
 
 
 def measured(source: str, tokens: int, chunk: int, way: str) -> float:

@@ -81,15 +81,16 @@ def program_cost(
     return ProgramCost(
         peaks=largest(memory.live_after_each_op() if live is None else (_rename(v, sizes) for v in live)),
         outputs=memory.bytes_of(outputs),
-        work=_work_of(graph).map(lambda part: _rename(part, sizes)),
+        work=total(map(work_of, graph.nodes)).map(lambda part: _rename(part, sizes)),
         ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
         kept=None if returned is None else memory.kept_after(outputs[:returned]),
         saved=memory.bytes_of(outputs[len(outputs) - saved :]),
     )
 
 
-def _work_of(graph: Graph) -> Work:
-    return total(inner_work(n) if n.target in KERNELS else work_of_node(n) for n in graph.nodes)
+def work_of(node: Node) -> Work:
+    """The work of one node, and of what runs within it if it is a recurrence."""
+    return inner_work(node) if node.target in KERNELS else work_of_node(node)
 
 
 def tensor_bytes(value: Tensor) -> sympy.Expr:

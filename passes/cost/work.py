@@ -111,8 +111,7 @@ def _bytes(value: Tensor) -> sympy.Expr:
 
 def _kind(node: Node) -> str:
     """Which operations a node's are, by the names that its schema gives to its arguments."""
-    op = node.target
-    names = {a.name for a in op._schema.arguments} if isinstance(op, torch._ops.OpOverload) else set()
+    names = {a.name for a in node.target._schema.arguments}  # type: ignore[union-attr]
     if not {"query", "key"} <= names:
         return "products"
     return "attention_backward" if {"grad_out", "grad_out_"} & names else "attention"
@@ -175,16 +174,16 @@ def _grouped(left: tuple[sympy.Expr, ...], right: tuple[sympy.Expr, ...]) -> sym
     return once / left[0] if len(left) > len(right) else once  # each column meets one group's matrix
 
 
-def _pairs(query: Node, key: Node, causal: bool) -> sympy.Expr:
-    """Scores that attention computes: rows x columns, half of them and half the diagonal if causal."""
-    (batch, heads, rows, _), columns = _shape(query), _shape(key)[2]
-    return batch * heads * (rows * (rows + 1) / 2 if causal else rows * columns)
+def _attention(node: Node) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
+    """Scores that attention computes, and the head sizes of queries and values.
 
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments that a node gives, by name."""
+    Scores are rows x columns, half of them and half the diagonal if causal.
+    """
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    (batch, heads, rows, size), columns = _shape(given["query"]), _shape(given["key"])[2]
+    pairs = batch * heads * (rows * (rows + 1) / 2 if given.get("is_causal") else rows * columns)
+    return pairs, size, _shape(given["value"])[3]
 
 
 @flops(
@@ -194,11 +193,10 @@ def _arguments(node: Node) -> dict[str, Any]:
     "aten::scaled_dot_product_attention",
     "streambp_fx::block_attention",
 )
-def _attention(node: Node) -> sympy.Expr:
+def _attention_forward(node: Node) -> sympy.Expr:
     """Scores and their product with the values: 2 D each a pair of row and column, for head sizes D."""
-    given = _arguments(node)
-    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
-    return pairs * 2 * (_shape(given["query"])[3] + _shape(given["value"])[3])
+    pairs, of_query, of_value = _attention(node)
+    return pairs * 2 * (of_query + of_value)
 
 
 @flops(
@@ -209,6 +207,5 @@ def _attention(node: Node) -> sympy.Expr:
 )
 def _attention_backward(node: Node) -> sympy.Expr:
     """Scores again, and four products with them (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
-    given = _arguments(node)
-    pairs = _pairs(given["query"], given["key"], bool(given.get("is_causal")))
-    return pairs * 2 * (3 * _shape(given["query"])[3] + 2 * _shape(given["value"])[3])
+    pairs, of_query, of_value = _attention(node)
+    return pairs * 2 * (3 * of_query + 2 * of_value)

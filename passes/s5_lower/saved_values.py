@@ -19,13 +19,11 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ..cost.program import tensor_bytes
-from ..cost.recurrences import inner_work
+from ..cost.program import tensor_bytes, work_of
 from ..cost.storages import Storages
-from ..cost.work import flops_of, work_of_node
+from ..cost.work import flops_of
 from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something
-from ..graph.recurrence import KERNELS
 from ..step.saving import Price
 
 # What an elementwise op costs: operations of a product that a device does while it reads or writes a byte.
@@ -136,15 +134,15 @@ def computed_again(half: ForwardHalf, saved: Iterable[Node]) -> list[Node]:
 
 def _operations(node: Node, prefix: int | None, names: Names) -> int:
     if prefix is not None:
-        return _number(work_of(node), names, ROWS, prefix)
+        return _number(operations_of(node), names, ROWS, prefix)
     products = flops_of(node)
     return max(0, _number(products, names, 2 * FAR, 2 * FAR) - 2 * _number(products, names, FAR, FAR))
 
 
-def work_of(node: Node) -> sympy.Expr:
+def operations_of(node: Node) -> sympy.Expr:
     """Operations of a node in the sizes of its graph: those of products and attention, and for each byte that
     is read or written as many as a device could do meanwhile."""
-    work = inner_work(node) if node.target in KERNELS else work_of_node(node)
+    work = work_of(node)
     return work.flops + (work.product_bytes + work.bytes) * operations_per_byte(node)
 
 

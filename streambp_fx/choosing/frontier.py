@@ -17,9 +17,9 @@ from ..passes.cost.program import tensor_bytes
 from ..passes.s5_lower.saved_values import (
     ForwardHalf,
     computed_again,
+    operations_of,
     operations_per_byte,
     saved_values,
-    work_of,
 )
 from ..passes.step.saving import Price
 
@@ -103,4 +103,4 @@ def _below(before: Corner, own: Corner, after: Corner) -> float:
 def expressions(half: ForwardHalf, saved: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
     """Bytes of what is saved, and operations of what is computed again, in the size symbols of a trace."""
     bytes_saved = sum((tensor_bytes(n.meta["val"]) for n in saved), sympy.S.Zero)
-    return bytes_saved, sum((work_of(n) for n in computed_again(half, saved)), sympy.S.Zero)
+    return bytes_saved, sum((operations_of(n) for n in computed_again(half, saved)), sympy.S.Zero)

@@ -185,8 +185,7 @@ class Space:
         Args:
             count: how many of the steps are made.
         """
-        now = self.operations - self.spared[count]
-        return (self.spared[-1] - self.spared[count]) / max(1, now - (self.spared[-1] - self.spared[count]))
+        return (self.spared[-1] - self.spared[count]) / max(1, self.operations - self.spared[-1])
 
     @cached_property
     def operations(self) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from ..plan import Plan
 from ..planning.memory_and_work import WayToRun
-from ..show.memory_plot import LABELS, STYLES, check_picture, figure_class
-from ..show.whole_files import write_whole
+from ..show.memory_plot import LABELS, STYLES, check_picture, figure_class, write_picture
+from .plan import GIB
 
-GIB = 2**30
 # Of the ways that are not streamed, in the order of `ways_to_run`.
 UNSTREAMED = ("checkpointing", "eager")
 
@@ -42,9 +40,7 @@ def plot_frontier(plan: Plan, path: str | Path) -> None:
     axes.set_title(
         f"{plan.model}, {plan.dtype}, {plan.batch_size} x {plan.seq_len:,} tokens", parse_math=False
     )
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
-    write_whole(path, drawn.getvalue())
+    write_picture(figure, path)
 
 
 def _points(ways: list[WayToRun]) -> tuple[list[float], list[float]]:

@@ -82,12 +82,11 @@ def _ways(ways: tuple[WayToRun, ...]) -> Table:
     table.add_column("")
     table.add_column("peak, GiB", justify="right")
     table.add_column("work", justify="right")
-    timed = any(way.seconds is not None for way in ways)
-    if timed:
+    if any(way.seconds is not None for way in ways):
         table.add_column("s a step, predicted", justify="right")
     for way in ways:
         words = way.what.removeprefix("store ").split(";")[0] if way.streamed else way.what
-        seconds = [f"{way.seconds:,.3g}" if way.seconds is not None else ""] if timed else []
+        seconds = [] if way.seconds is None else [f"{way.seconds:,.3g}"]  # of all ways, or of none
         table.add_row(words, f"{way.peak_bytes / GIB:,.2f}", f"{way.recompute_factor:.3f}", *seconds)
     return table
 

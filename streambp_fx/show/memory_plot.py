@@ -44,6 +44,15 @@ def plot_memory(schedule: ScheduledStep, path: str | Path, title: str | None = N
     labels = [f"{LABELS[way]}: peak {readable(memory.peak(way))}" for way in lines]
     figure.legend(lines.values(), labels, loc="outside lower center", ncols=len(lines), frameon=False)
     figure.suptitle(f"Predicted activation memory: {title or 'a training step'}", parse_math=False)
+    write_picture(figure, path)
+
+
+def write_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib's to a file, whole or not at all; its suffix tells the format.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     drawn = io.BytesIO()
     figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
     write_whole(path, drawn.getvalue())

@@ -43,9 +43,8 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=1 << 17,
 )
-RATES = Rates(
-    ComputeRates(1e9, 1e9, 1e9, 1e9, 0.0, 0.0, ("a device",)), "a link", 2e6, 0.5
-)  # a GFLOP/s, a MB/s
+COMPUTE = ComputeRates(1e9, 1e9, 1e9, 1e9, 0.0, 0.0, ("a device",))  # a GFLOP/s
+RATES = Rates(COMPUTE, "a link", 2e6, 0.5)  # a MB/s
 
 
 @pytest.fixture(scope="module")
