@@ -20,7 +20,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         "then measure memory, time and gradients against Hugging Face gradient checkpointing.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--seq-len", type=at_least(2), default=4096, metavar="N", help="tokens of the sequence")
+    demo.add_argument("--seq-len", type=at_least(2), default=3072, metavar="N", help="tokens of the sequence")
     demo.add_argument(
         "--chunk", type=at_least(1), metavar="N", help="sequence rows in a chunk (default: a quarter)"
     )

@@ -50,7 +50,7 @@ from .runtime.parameter_groups import NotSupported, ShardedParameters
 from .runtime.segments import dispatch_modes
 from .schedule import Schedule
 from .sharding import sharded_parameters
-from .show.progress import announced
+from .show.progress import announced, seconds_to_compile
 from .versions.differences import ignoring
 
 # Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
@@ -296,7 +296,9 @@ class StreamedForward(UnstreamedSteps):
     def _first_announced(self) -> contextlib.AbstractContextManager[None]:
         """The first step captures and compiles, which takes some seconds."""
         first, self._begun = not self._begun, True
-        return announced("the first training step") if first else contextlib.nullcontext()
+        if not first:
+            return contextlib.nullcontext()
+        return announced("the first training step", expected=seconds_to_compile(self.model))
 
     def _compile(self, lower: Lower | None = None) -> Any:
         """A function of its own for this model, so that its compiled code is not shared with other models.

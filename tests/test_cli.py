@@ -9,6 +9,7 @@ from rich.console import Console
 
 from streambp_fx.cli import build_parser, main
 from streambp_fx.commands.demo import DemoOptions, run_demo
+from streambp_fx.show import progress
 
 TINY = {
     "model_type": "llama",
@@ -31,7 +32,7 @@ def config(tmp_path):
 
 def test_defaults():
     args = build_parser().parse_args(["demo"])
-    assert (args.seq_len, args.chunk, args.loss_chunk, args.steps) == (4096, None, 256, 2)
+    assert (args.seq_len, args.chunk, args.loss_chunk, args.steps) == (3072, None, 256, 2)
     assert (args.model, args.dtype, args.threads) == ("smollm2", "float32", 0)
 
 
@@ -100,7 +101,9 @@ def test_a_failed_step_is_an_error_and_not_a_traceback(capsys, config, monkeypat
     assert "error: the streamed step failed" in capsys.readouterr().err
 
 
-def test_demo_on_a_tiny_model(config):
+def test_demo_on_a_tiny_model(config, monkeypatch):
+    monkeypatch.setattr(progress, "PIPE_SECONDS", 1.0)
+    monkeypatch.delenv(progress.QUIET, raising=False)
     text = io.StringIO()
     options = DemoOptions(
         model=config, seq_len=96, chunk=24, loss_chunk=10, steps=2, dtype="float64", threads=1
@@ -110,8 +113,11 @@ def test_demo_on_a_tiny_model(config):
     assert len(result.losses) == 2 and result.losses[1] < result.losses[0]
     assert result.losses[0] == pytest.approx(result.checkpointing.losses[0], rel=1e-9)
     assert text.getvalue().count("segments for 96 tokens, chunk 24, loss chunk 10") == 1
+    assert text.getvalue().count("a first step, which is captured and compiled: 88 tokens, loss") == 1
     for shown in ("Fine-tuning, streamed", "step 2 of 2", "Hugging Face checkpointing", "streamed, chunk 24"):
         assert shown in text.getvalue()
+    lines = [line for line in text.getvalue().splitlines() if "s in all so far" in line]
+    assert (lines and "fine-tuning, streamed" in lines[0]) or "about" in lines[-1]
     assert "largest relative gradient difference" in text.getvalue()
     assert "weights are random" in text.getvalue()
 

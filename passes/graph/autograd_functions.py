@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class Retrace(Interpreter):
         module: the Dynamo graph.
         floats: placeholders of Python floats that come as tensors: the tensor stands for the number.
         memory: what is seen of changes in place; None: nobody asks.
+        tell_share: called after each node with the share of the nodes that were run.
     """
 
     def __init__(
@@ -109,9 +110,11 @@ class Retrace(Interpreter):
         module: GraphModule,
         floats: frozenset[Node] = frozenset(),
         memory: Memory | None = None,
+        tell_share: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(module)
-        self.memory = memory or Memory()
+        self.memory, self.tell_share = memory or Memory(), tell_share
+        self.nodes, self.done = len(module.graph.nodes), 0
         self.items = {u for n in floats for u in n.users}
         self.autocasts: list[torch.autocast] = []
 
@@ -145,6 +148,9 @@ class Retrace(Interpreter):
         self.memory.check(given, n)
         if any(map(_is_hooked, (v.tensor for v in given))):
             raise HookError("a hook on the gradient of a value is registered in the forward", n)
+        self.done += 1
+        if self.tell_share is not None:
+            self.tell_share(self.done / self.nodes)
         return result
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

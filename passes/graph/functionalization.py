@@ -4,7 +4,8 @@ NOTE [changes in place]: which tensors share memory is PyTorch's to know. A grap
 fake tensors, whose versions say whether an op changed something and whose storages say who else sees it. Only
 a graph in which something is changed is traced again, through `FunctionalTensorMode`, as `torch.export` does:
 each later read of a value that was changed, by whatever name, then reads the new value. New values of inputs
-(buffers) become outputs, which the runtime writes back once per step, see `CapturedGraph.written`.
+(buffers) become outputs, which the runtime writes back once per step, see `CapturedGraph.written`. The first
+trace is needed also of a graph that names an op in place: it alone sees what is changed under `no_grad`.
 """
 
 from __future__ import annotations

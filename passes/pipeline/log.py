@@ -21,21 +21,35 @@ from ..graph.sources import path
 
 log = logging.getLogger("streambp_fx.passes")
 Observer = Callable[[str, Any, float], None]
+Listener = Callable[[float], None]
 _observers: ContextVar[tuple[Observer, ...]] = ContextVar("streambp_observers", default=())
+_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("streambp_listeners", default=())
 
 
 @contextmanager
-def observed(observer: Observer) -> Iterator[None]:
+def observed(observer: Observer, listener: Listener | None = None) -> Iterator[None]:
     """Within: `observer` is called with (name, result, seconds) right after each pass.
 
     The result is what the pass gives: a captured graph, facts, a chunk program or a step. Passes change the
     graph in place, so what is wanted of it must be taken during the call.
+
+    Args:
+        listener: called now and then while a graph is traced, with the share that has been: from 0 to 1.
     """
     token = _observers.set((*_observers.get(), observer))
+    more = () if listener is None else (listener,)
+    other = _listeners.set((*_listeners.get(), *more))
     try:
         yield
     finally:
+        _listeners.reset(other)
         _observers.reset(token)
+
+
+def tell_share(share: float) -> None:
+    """That share of a graph has been traced."""
+    for listener in _listeners.get():
+        listener(share)
 
 
 def report(name: str, result: Any, seconds: float) -> None:

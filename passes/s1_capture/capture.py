@@ -28,6 +28,7 @@ from ..graph.functionalization import (
 from ..graph.sources import source_expression, source_name
 from ..graph.symbols import Lengths, SymbolTable, new_fake_mode
 from ..graph.tracing import trace
+from ..pipeline.log import tell_share
 from .flex_attention import with_plain_attention
 from .refused_effects import refuse_effects, refuse_regions, refuse_strides, refuse_transforms
 
@@ -131,7 +132,7 @@ def _trace(
     with mode, fx_traceback.preserve_node_meta():
         inputs = make_inputs()
         memory.see(inputs)
-        run = Retrace(module, floats, memory).run
+        run = Retrace(module, floats, memory, tell_share).run
         try:
             traced = trace(run, *inputs, pre_dispatch=True)
         except RuntimeError as error:
@@ -143,7 +144,7 @@ def _trace(
         if not (memory.changed or any(map(changes_something, nodes)) or changes_inside(nodes)):
             return traced, []
         memory, written = Memory(), list[int]()
-        run = functional(Retrace(module, floats, memory).run, memory, written)
+        run = functional(Retrace(module, floats, memory, tell_share).run, memory, written)
         try:
             traced = trace(run, *make_inputs(), pre_dispatch=True)
         except NotPureError:

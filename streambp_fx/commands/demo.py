@@ -30,11 +30,13 @@ from rich.table import Table
 from ..measure.gradients import GradientDifference, largest_difference
 from ..measure.step import Event, Measurement, StepSpec, run_isolated
 from ..models.loading import SMOLLM2, LoadedModel, check_source, english_tokens, load_model, save_copy
+from ..show.progress import every_ten_seconds
 
 LEARNING_RATE = 5e-5
 MIB = 2**20
 #: Shares of one full step that the progress bar gives to the other parts of the work.
-SETUP_SHARE, LOAD_SHARE, WARMUP_SHARE = 0.4, 0.1, 0.3
+SETUP_SHARE, LOAD_SHARE = 0.7, 0.2
+WARMUP_SHARE = {"streamed": 1.1, "checkpointing": 0.1}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class DemoOptions:
     """What the demo runs; the fields are those of `StepSpec`, `model` is a source for `load_model`."""
 
     model: str = SMOLLM2
-    seq_len: int = 4096
+    seq_len: int = 3072
     chunk: int = 1024
     loss_chunk: int = 256
     steps: int = 2
@@ -51,10 +53,11 @@ class DemoOptions:
 
 
 class _Reporter:
-    """Progress over all processes: a bar in a terminal, a line for each event elsewhere."""
+    """Progress over all processes: a bar in a terminal, elsewhere a line an event and every ten seconds."""
 
     def __init__(self, console: Console, total: float) -> None:
-        self.console = console
+        self.console, self.total, self.done = console, total, 0.0
+        self.started = time.perf_counter()
         self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -69,25 +72,36 @@ class _Reporter:
             transient=True,
         )
         self.task = self.progress.add_task("starting", total=total)
-        self.label = ""
-        self.steps = 0
+        self.label, self.mode, self.steps = "", "", 0
+        self.lines: contextlib.AbstractContextManager[None]
+        self.lines = contextlib.nullcontext() if console.is_terminal else every_ten_seconds(self._line)
 
     def __enter__(self) -> _Reporter:
         self.progress.start()
+        self.lines.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.lines.__exit__(None, None, None)
         self.progress.stop()
 
-    def begin(self, label: str, steps: int = 0) -> None:
-        """A new part of the work, of that many steps."""
-        self.label, self.steps = label, steps
+    def _line(self) -> None:
+        """How long it has been, and how long it will be if the rest goes as what is done did."""
+        seconds = time.perf_counter() - self.started
+        left = seconds * (self.total - self.done) / self.done if self.done else 0.0
+        about = f", about {left:.0f} s left" if left else ""
+        self.console.print(f"  {self.label}: {seconds:.0f} s in all so far{about}")
+
+    def begin(self, label: str, mode: str = "", steps: int = 0) -> None:
+        """A new part of the work, of that many steps in a mode."""
+        self.label, self.mode, self.steps = label, mode, steps
         self.progress.update(self.task, description=label)
         if not self.console.is_terminal:
             self.console.print(f"{label} ...")
 
     def advance(self, share: float) -> None:
         """That share of a step is done."""
+        self.done += share
         self.progress.advance(self.task, share)
 
     def event(self, event: Event) -> None:
@@ -96,7 +110,10 @@ class _Reporter:
         if kind == "loaded":
             self.advance(LOAD_SHARE)
         elif kind == "warm":
-            self.advance(WARMUP_SHARE)
+            self.advance(WARMUP_SHARE[self.mode])
+            if self.mode == "streamed":
+                figures = f"{event['tokens']} tokens, loss {event['loss']:.4f}, {event['seconds']:.1f} s"
+                self.console.print(f"  a first step, which is captured and compiled: {figures}")
         elif kind == "schedule":
             self.console.print(event["text"], markup=False, soft_wrap=True)
         elif kind == "note":
@@ -196,7 +213,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
     check_source(options.model)
     console = console or Console(highlight=False)
     started = time.perf_counter()
-    total = SETUP_SHARE + 2 * (LOAD_SHARE + WARMUP_SHARE) + max(2, options.steps) + 2
+    total = SETUP_SHARE + 2 * LOAD_SHARE + sum(WARMUP_SHARE.values()) + max(2, options.steps) + 2
     with tempfile.TemporaryDirectory(prefix="streambp-fx-") as name, _Reporter(console, total) as report:
         folder = Path(name)
         report.begin(f"loading {options.model}")
@@ -211,7 +228,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoResult
         labels = {"streamed": "fine-tuning, streamed", "checkpointing": "the same step with checkpointing"}
         for mode, label in labels.items():
             spec = _spec(options, mode, source, batch, folder)
-            report.begin(label, spec.steps)
+            report.begin(label, mode, spec.steps)
             results[mode] = run_isolated(spec, "both", report.event)
             if mode == "streamed":
                 console.print(_loss_table(results[mode].losses[: options.steps]))

@@ -13,6 +13,7 @@ from ..explain import explain
 from ..plan import model_on_meta
 from ..schedule import Schedule
 from ..show.memory_plot import check_picture
+from ..show.progress import announced
 from ..show.whole_files import check_writable
 
 
@@ -75,7 +76,8 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
         given["reshard_after_forward"] = options.reshard_after_forward
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StreamBPWarning)  # what it says stands in the schedule
-        schedule = explain(model, options.seq_len, options.batch_size, **given)
+        with announced(f"explaining {options.model}", on_pipes=True):
+            schedule = explain(model, options.seq_len, options.batch_size, **given)
     name = Path(options.model).name
     title = f"{name}, {options.dtype}, {options.batch_size} x {options.seq_len:,} tokens"
     if options.html is not None:

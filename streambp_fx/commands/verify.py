@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ..errors import VerificationError
 from ..models.loading import LoadedModel, check_source, english_tokens, load_model
+from ..show.progress import announced
 from ..verify import verify
 from ..verifying.result import Verification
 
@@ -62,7 +63,10 @@ def run_verify(options: VerifyOptions, console: Console | None = None) -> Verifi
     ids = _tokens(options, loaded)
     given: dict[str, Any] = {"loss_chunk": options.loss_chunk} if options.loss_chunk is not None else {}
     try:
-        found = verify(loaded.model, {"input_ids": ids, "labels": ids.clone()}, chunk=options.chunk, **given)
+        with announced(f"verifying {options.model}", on_pipes=True):
+            found = verify(
+                loaded.model, {"input_ids": ids, "labels": ids.clone()}, chunk=options.chunk, **given
+            )
     except VerificationError as error:
         most = _positions(loaded)
         if most is None or ids.shape[1] <= most:

@@ -280,8 +280,8 @@ def run_isolated(
             the first step and the time from the others, of which there must be at least one. See NOTE
             [peak and time come from different steps].
         on_event: called in this process with each message of the worker, a dict whose "event" is
-            "loaded", "warm", "schedule" (with "text"; streamed only), "step" (with "index", "loss",
-            "seconds", "peak_bytes"), "note" (with "text") or "done".
+            "loaded", "warm" (with "tokens", "loss", "seconds"), "schedule" (with "text"; streamed only),
+            "step" (with "index", "loss", "seconds", "peak_bytes"), "note" (with "text") or "done".
         worker: the command that runs the steps; it takes the same arguments and writes the same events.
         environment: further variables of the process.
 

@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import IO, Any
@@ -176,8 +177,9 @@ def _prepared(
     emit("loaded")
     _zero_gradients(model)
     warm = ids[:, : spec.warmup_len or spec.seq_len]
-    train_step(torch.empty(warm.shape, dtype=ids.dtype, device=ids.device).copy_(warm))
-    emit("warm")
+    begun = time.perf_counter()
+    loss = train_step(torch.empty(warm.shape, dtype=ids.dtype, device=ids.device).copy_(warm))
+    emit("warm", tokens=warm.shape[1], loss=loss, seconds=time.perf_counter() - begun)
     if spec.mode == "streamed":
         _emit_schedule(emit, model, spec.seq_len)
     return model, train_step, ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import time
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import streambp_fx
 from streambp_fx.show import progress
 from streambp_fx.show.progress import announced
 
@@ -63,8 +65,6 @@ class Net(nn.Module):
 
 
 def test_the_first_step_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    import streambp_fx
-
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.delenv("STREAMBP_QUIET", raising=False)
@@ -72,6 +72,48 @@ def test_the_first_step_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         model(input_ids=ids, labels=ids)["loss"].backward()
     assert terminal.getvalue().count("the first training step took") == 1
+
+
+def test_how_long_it_will_take() -> None:
+    """Roughly by the size of the model, then by what is traced; once that is over nothing is promised."""
+    work = progress.Work("planning", expected=60.0)
+    assert str(work) == "streambp-fx: planning, 0 of about 60 s"
+    work.start -= 10.0
+    for share in (0.01, 0.02):
+        work.advanced(share)
+    assert str(work) == "streambp-fx: planning, 10 of about 60 s", "so little of it says nothing"
+    work.phase -= 5.0
+    work.advanced(0.25)  # five seconds for a quarter, ten before: 15 more, and what comes after
+    assert str(work) == "streambp-fx: planning, 10 of about 30 s"
+    work.advanced(0.1)  # another trace has begun
+    work.advanced(1.0)
+    work.passed("capture", None, 1.0)
+    assert str(work) == "streambp-fx: planning, 10 of about 12 s (capture)"
+    work.start -= 5.0
+    assert str(work) == "streambp-fx: planning, 15 s so far (capture)"
+
+
+def test_work_within_other_work_says_how_long_that_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(progress.QUIET, raising=False)
+    monkeypatch.setattr(progress, "PIPE_SECONDS", 0.02)
+    step = functools.partial(progress.announced, "the first training step", expected=40.0)
+    with progress.announced("planning", on_pipes=True), step():
+        time.sleep(0.1)
+    assert "streambp-fx: planning, 0 of about 40 s" in capsys.readouterr().err
+    with progress.announced("planning", on_pipes=True):
+        time.sleep(0.1)
+    assert "about" not in capsys.readouterr().err
+
+
+def test_tracing_tells_what_share_is_done() -> None:
+    from streambp_fx.passes.pipeline.log import observed
+
+    shares: list[float] = []
+    with observed(lambda *_: None, shares.append):
+        streambp_fx.explain(Net(), 30)
+    assert len(shares) > 4 and shares[-1] == 1.0 and shares == sorted(shares)
 
 
 def test_on_a_pipe_a_line_now_and_then(
