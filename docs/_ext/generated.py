@@ -155,15 +155,16 @@ def scripts() -> list[Path]:
 def write_outputs(folder: Path, run: bool = True) -> None:
     """`NAME.txt` for each script; with `run` off, only what is missing, and that without content."""
     folder.mkdir(parents=True, exist_ok=True)
-    for script in scripts():
+    for position, script in enumerate(every := scripts()):
         text, stamp = folder / f"{script.stem}.txt", folder / f"{script.stem}.sha256"
         if not run:
             text.exists() or text.write_text("(the script was not run)\n")
             continue
-        found = fingerprint(script)
-        if not text.exists() or not stamp.exists() or stamp.read_text() != found:
+        now = fingerprint(script)
+        if not text.exists() or not stamp.exists() or stamp.read_text() != now:
+            print(f"docs: running {script.name}, {position + 1} of {len(every)}", file=sys.stderr, flush=True)
             text.write_text(output_of(script))
-            stamp.write_text(found)
+            stamp.write_text(now)
 
 
 def generate(app: Sphinx) -> None:

@@ -53,6 +53,7 @@ def page(memory: StepMemory, program: str, title: str | None = None, instruction
         lane=lane_html(memory),
         legend=chart.legend(),
         last=len(chart.moments) - 1,
+        at_peak=chart.at_peak,
         shown=f"{len(chart.moments):,} of {len(memory.streamed):,}",
         expression=escape(str(memory.peak_expression("streamed"))),
         graph=graph_svg(schedule, groups),

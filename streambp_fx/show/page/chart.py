@@ -59,6 +59,11 @@ class Chart:
         self.moments = [memory.streamed[k] for k in kept]
         self.causes = [c for c in CAUSES if any(m.bytes.get(c) for m in memory.streamed)]
 
+    @property
+    def at_peak(self) -> int:
+        """The index of the moment at which most is held."""
+        return max(range(len(self.moments)), key=lambda k: self.moments[k].total)
+
     # ---- the drawing
 
     def svg(self) -> str:

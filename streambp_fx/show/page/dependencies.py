@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -92,34 +93,45 @@ def glyph(dependence: Dependence) -> str:
     )
 
 
+#: Of the table of the values of a run.
+HEADS = ("value", "op", "shape", "line of the model")
+
+
 def dependences_html(facts: Facts, segment: Segment) -> str:
-    """The picture: one line a value, with its rows as an interval, its shape, its op and its source line."""
+    """The values of a segment in runs that read the same rows: one line a run, which opens for its values."""
     printer = Printer(_names(facts, segment))
     chunked = segment.chunked and segment.mixings
     states = {s.node for s in find_states(facts, segment) if not s.by_chunk} if chunked else set()
-    outputs = set(segment.outputs)
-    rows = []
-    for node, dependence in dependences(facts, segment).items():
-        marks = "".join(
-            f' <span class="mark">{word}</span>'
-            for word, there in (("state", node in states), ("output", node in outputs))
-            if there
-        )
-        reads = ", ".join(n.name for n in node.all_input_nodes)
-        rows.append(
-            f'<tr data-value="{escape(node.name)}" data-reach="{dependence.reach.name}" '
-            f'data-window="{"" if dependence.window is None else dependence.window}">'
-            f"<td>{glyph(dependence)}</td><td><code>{escape(node.name)}</code>{marks}</td>"
-            f"<td>{escape(str(dependence))}</td>"
-            f'<td><code title="of {escape(reads)}">{escape(_op(node))}</code></td>'
-            f"<td><code>{escape(printer.shape(node.meta.get('val')))}</code></td>"
-            f'<td><code title="{escape(source_line(node))}">{escape(place(node))}</code></td></tr>'
-        )
-    heads = ("rows of the input", "value", "row i reads", "op", "shape", "line of the model")
-    head = "".join(f'<th scope="col">{h}</th>' for h in heads)
+    marks = dict.fromkeys(states, "state") | dict.fromkeys(segment.outputs, "output")
+    runs = itertools.groupby(dependences(facts, segment).items(), key=lambda item: item[1])
+    return "".join(_run(reads, [n for n, _ in values], marks, printer) for reads, values in runs)
+
+
+def _run(reads: Dependence, nodes: list[Node], marks: dict[Node, str], printer: Printer) -> str:
+    """A line for neighbouring values that read the same rows, and the table of them."""
+    first, last = (f"<code>{escape(n.name)}</code>" for n in (nodes[0], nodes[-1]))
+    values = first if len(nodes) == 1 else f"{len(nodes)} values, {first} to {last}"
+    marked = "".join(f"; {marks[n]} <code>{escape(n.name)}</code>" for n in nodes if n in marks)
+    head = "".join(f'<th scope="col">{h}</th>' for h in HEADS)
+    rows = "".join(_value(n, reads, marks.get(n), printer) for n in nodes)
     return (
-        '<div class="scroll" tabindex="0"><table class="dependences">'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<details class="reads"><summary>{glyph(reads)} <b>{escape(str(reads))}</b> '
+        f'<span class="muted">{values}{marked}</span></summary>'
+        f'<div class="scroll" tabindex="0"><table class="dependences"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _value(node: Node, dependence: Dependence, mark: str | None, printer: Printer) -> str:
+    shown = "" if mark is None else f' <span class="mark">{mark}</span>'
+    operands = ", ".join(n.name for n in node.all_input_nodes)
+    return (
+        f'<tr data-value="{escape(node.name)}" data-reach="{dependence.reach.name}" '
+        f'data-window="{"" if dependence.window is None else dependence.window}">'
+        f"<td><code>{escape(node.name)}</code>{shown}</td>"
+        f'<td><code title="of {escape(operands)}">{escape(_op(node))}</code></td>'
+        f"<td><code>{escape(printer.shape(node.meta.get('val')))}</code></td>"
+        f'<td><code title="{escape(source_line(node))}">{escape(place(node))}</code></td></tr>'
     )
 
 

@@ -73,7 +73,8 @@ def highlighted(code: str) -> str:
 
 def function_html(function: Function) -> str:
     """A function as an element that opens."""
-    about = f' <span class="muted">{escape(function.about)}</span>' if function.about else ""
+    words = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(function.about))
+    about = f' <span class="muted">{words}</span>' if words else ""
     return (
         f'<details class="program"><summary><code>{escape(function.name)}</code> '
         f'<span class="muted">{function.lines} lines</span>{about}</summary>'

@@ -15,6 +15,9 @@ from .dependencies import dependences_html
 from .graph import Group, reads
 from .programs import Function, function_html
 
+#: Of the table of what is not chunked.
+HEADS = ("segment", "why", "op", "line of the model", "largest total while it runs")
+
 
 def segments_html(memory: StepMemory, groups: list[Group], code: list[Function]) -> str:
     """One element that opens for each run of identical segments."""
@@ -82,8 +85,7 @@ def unchunked_html(memory: StepMemory, groups: list[Group]) -> str:
     rows = [_unchunked(memory, g) for g in groups if not g.first.chunked or g.first.kind == "unchunked"]
     if not rows:
         return "<p>Everything is chunked.</p>"
-    heads = ("segment", "why", "op", "line of the model", "largest total while it runs")
-    head = "".join(f'<th scope="col">{h}</th>' for h in heads)
+    head = "".join(f'<th scope="col">{h}</th>' for h in HEADS)
     return (
         f'<div class="scroll" tabindex="0"><table id="unchunked"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
@@ -97,9 +99,11 @@ def _unchunked(memory: StepMemory, group: Group) -> str:
     line, full = ("", "") if op is None else (place(op), source_line(op))
     peak = max(_largest(memory, s) for s in group.segments)
     name = "" if op is None else str(op.target)
+    segment_cell = f'<a href="#segment-{segment.index}">{group.numbers}</a>'
+    model_line = f'<code title="{escape(full)}">{escape(line)}</code>'
+    texts = (segment_cell, escape(reason), f"<code>{escape(name)}</code>", model_line)
+    cells = "".join(f'<td data-head="{h}">{text}</td>' for h, text in zip(HEADS, texts, strict=False))
     return (
-        f'<tr data-refused="{str(not segment.chunked).lower()}"><td><a href="#segment-{segment.index}">'
-        f"{group.numbers}</a></td><td>{escape(reason)}</td><td><code>{escape(name)}</code></td>"
-        f'<td><code title="{escape(full)}">{escape(line)}</code></td>'
-        f'<td class="number" data-bytes="{peak}">{readable(peak)}</td></tr>'
+        f'<tr data-refused="{str(not segment.chunked).lower()}">{cells}'
+        f'<td class="number" data-head="{HEADS[-1]}" data-bytes="{peak}">{readable(peak)}</td></tr>'
     )

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from e2e_models import build
 
 import streambp_fx
 from streambp_fx.cost import eager_step
+from streambp_fx.cost.held_bytes import CAUSES
 from streambp_fx.passes.graph.facts import Reach
 from streambp_fx.show import whole_files
 from streambp_fx.show.page import embedded
+from streambp_fx.show.page.chart import name_of
 from streambp_fx.show.page.dependencies import Dependence
 from streambp_fx.show.page.programs import functions, highlighted
 from streambp_fx.show.step_memory import StepMemory, thinned
@@ -157,6 +160,18 @@ def test_the_timeline_holds_moments_of_the_step(made: Made) -> None:
     assert max(map(sum, data["bytes"])) == max(m.total for m in timeline)
 
 
+def test_each_cause_has_a_colour_of_its_own() -> None:
+    style = resources.files("streambp_fx.show.page").joinpath("page.css").read_text()
+    colours = dict(re.findall(r"\.(cause-[a-z-]+) { --cause: (#[0-9a-f]{6}); }", style))
+    assert set(colours) == {name_of(c) for c in CAUSES} and len(set(colours.values())) == len(CAUSES)
+
+
+def test_the_slider_begins_at_the_peak(made: Made) -> None:
+    place = int(re.search(r'id="moment" min="0" max="\d+" value="(\d+)"', made.text).group(1))  # type: ignore[union-attr]
+    totals = [sum(b) for b in made.data["bytes"]]
+    assert totals[place] == max(totals)
+
+
 def test_segments_show_what_the_schedule_says(made: Made) -> None:
     schedule, page = made.schedule, made.page
     assert [s.chunked for s in schedule.segments] == [True, True, True, False, True]
@@ -272,16 +287,19 @@ def test_in_a_browser(made: Made) -> None:
 def _opens(page: Any) -> None:
     """Segments and programs open by mouse and by keyboard, and from the graph."""
     segment = page.locator("#segment-1")
-    table = segment.locator("table.dependences")
-    assert not table.is_visible()
+    run, table = segment.locator(".reads summary").first, segment.locator("table.dependences").first
+    assert not run.is_visible()
     page.locator("svg.graph a[href='#segment-1']").click()
+    run.wait_for(state="visible")
+    assert not table.is_visible()
+    run.click()
     table.wait_for(state="visible")
     program = segment.locator("details.program").first
     program.locator("summary").focus()
     page.keyboard.press("Enter")
     assert "def segment_1_" in program.locator("pre").inner_text()
     segment.locator("summary").first.click()
-    assert not table.is_visible()
+    assert not run.is_visible() and not table.is_visible()
 
 
 def _shows_moments(page: Any, schedule: streambp_fx.Schedule) -> None:
@@ -326,6 +344,10 @@ def _fits_a_phone(page: Any) -> None:
     page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width == page.evaluate("document.documentElement.clientWidth") == 390
+    cells = page.evaluate(
+        "[...document.querySelectorAll('#unchunked td')].map(c => c.getBoundingClientRect().right)"
+    )
+    assert cells and max(cells) <= 390, "the table of what is not chunked is not cut off"
     page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = false; })")
 
 
