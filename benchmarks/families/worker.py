@@ -50,11 +50,11 @@ def perturb(model: Any) -> None:
             p.add_(torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype), alpha=0.05)
 
 
-def plain_experts(model: Any) -> None:
-    """Experts in a loop: the grouped product that is eager's has no kernel for float64."""
+def plain_experts(model: Any, how: str = "eager") -> None:
+    """Experts in a loop, or as transformers calls it: the default has no kernel for float64 in eager."""
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "_experts_implementation"):
-            module.config._experts_implementation = "eager"
+            module.config._experts_implementation = how
 
 
 def step(model: Any, given: dict[str, Tensor]) -> Tensor:

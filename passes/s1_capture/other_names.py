@@ -1,12 +1,14 @@
 """Ops that are another op by another name (`multiply`, `concat`, `special_expit`) are that op.
 
-PyTorch says so: such an op has no kernel of its own, and what it is composed of is one call.
+PyTorch says so: such an op has no kernel of its own, and what it is composed of is one call. Rows that are
+taken at 0, 0, 1, 1, 2, 2, ... are rows that are repeated.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -14,11 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..graph.op_arguments import bound
+from ..graph.facts import expression, shape_of
+from ..graph.op_arguments import arguments, bound
 from ..graph.tracing import trace
 from ..rules.registry import rule_of
-from .normalize import AHEAD, REWRITES, insert
+from .normalize import AHEAD, REWRITES, insert, rewrite
 
+aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -90,3 +94,57 @@ def _has_arguments_of(node: Node, call: Node) -> bool:
     own = pytree.tree_leaves(bound(node.target, node.args, node.kwargs))
     given = [v for v in pytree.tree_leaves((call.args, call.kwargs)) if not isinstance(v, Node)]
     return all(any(type(v) is type(o) and v == o for o in own if not isinstance(o, Node)) for v in given)
+
+
+RESHAPES = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default)
+
+
+@rewrite(aten.index.Tensor)
+def repeated_rows(graph: Graph, node: Node) -> Node | None:
+    """`x[arange(n).unsqueeze(1).expand(n, k).reshape(-1)]`, of n rows: each row k times."""
+    value, indices = node.args[0], node.args[1]
+    if not isinstance(value, Node) or not isinstance(indices, list | tuple) or len(indices) != 1:
+        return None
+    found = _repeats_of(indices[0])
+    if found is None or found[0] != shape_of(value)[0]:
+        return None
+    return insert(graph, node, aten.repeat_interleave.self_int, value, found[1], 0)
+
+
+def _repeats_of(index: Any) -> tuple[Any, int] | None:
+    """Of an index with the values 0 to n - 1, in this order and each k times, n and k; None of any other."""
+    if not isinstance(index, Node) or not index.args or len(shape_of(index)) != 1:
+        return None
+    if index.target is aten.repeat_interleave.self_int:
+        call = arguments(index)
+        found, each = _counted(call["self"]), call["repeats"]
+        alone = found is not None and len(shape_of(call["self"])) == 1 and isinstance(each, int)
+        return (found[0], each) if alone and found is not None else None
+    found = _counted(index.args[0]) if index.target in RESHAPES else None
+    if found is None:
+        return None
+    (end, dim), shape = found, shape_of(index.args[0])
+    each = sympy.Mul(*shape[dim + 1 :])
+    return (end, int(each)) if each.is_Integer and all(s == 1 for s in shape[:dim]) else None
+
+
+def _counted(node: Any) -> tuple[Any, int] | None:
+    """The size and the dim of a value that counts from zero along that dim, alike along all others."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    if node.target in (aten.arange.default, aten.arange.start):
+        call = arguments(node)
+        end = call["end"].meta["val"] if isinstance(call["end"], Node) else call["end"]
+        counts = call.get("start", 0) == 0 and node.meta["val"].dtype == torch.int64
+        return (expression(end), 0) if counts else None
+    found = _counted(node.args[0]) if node.args else None
+    if found is None:
+        return None
+    (end, dim), old, new = found, shape_of(node.args[0]), shape_of(node)
+    if node.target in RESHAPES:
+        alone = [s for s in old if s != 1] == [s for s in new if s != 1] == [end]
+        return (end, new.index(end)) if alone else None
+    if node.target in (aten.expand.default, aten.repeat.default):
+        dim += len(new) - len(old)  # new dims are in front
+        return (end, dim) if new[dim] == end else None
+    return None

@@ -49,7 +49,7 @@ def model_of(family: str) -> Any:
     model = configs.build(family).double()
     perturb(model, 1)
     if not hasattr(moe, "_grouped_mm_fallback"):  # before transformers 5.3
-        plain_experts(model)  # what it has by default has no kernel for float64
+        plain_experts(model, "batched_mm")  # what it has by default has no kernel for float64
     return model
 
 

@@ -129,3 +129,36 @@ def test_a_wrong_rewrite_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(module.REWRITES, aten.sinh.default, [wrong])
         with pytest.raises(RewriteError, match=f"{wrong.__name__} made .*{what}"):
             normal(torch.sinh, h)
+
+
+ROW_INDICES: dict[str, Callable[[int], Tensor]] = {
+    "expanded": lambda n: torch.arange(n).unsqueeze(1).expand(-1, 3).reshape(-1),
+    "expanded, with sizes": lambda n: torch.arange(n).view(n, 1).expand(n, 3).flatten(),
+    "repeated": lambda n: torch.arange(0, n)[:, None].repeat(1, 3).view(-1),
+    "interleaved": lambda n: torch.arange(n).repeat_interleave(3),
+    "of three dims": lambda n: torch.arange(n).view(1, n, 1).expand(1, n, 3).reshape(-1),
+}
+OTHER_INDICES: dict[str, Callable[[int], Tensor]] = {
+    "all rows three times": lambda n: torch.arange(n).unsqueeze(0).expand(3, -1).reshape(-1),
+    "tiled": lambda n: torch.arange(n).repeat(3),
+    "from one on": lambda n: torch.arange(1, n).unsqueeze(1).expand(-1, 3).reshape(-1),
+    "fewer rows": lambda n: torch.arange(n - 1).unsqueeze(1).expand(-1, 3).reshape(-1),
+    "turned round": lambda n: torch.arange(n).flip(0).unsqueeze(1).expand(-1, 3).reshape(-1),
+    "every second": lambda n: torch.arange(0, n, 2).unsqueeze(1).expand(-1, 3).reshape(-1),
+    "across": lambda n: torch.arange(n).unsqueeze(1).expand(-1, 3).t().reshape(-1),
+}
+
+
+@pytest.mark.parametrize("form", [*ROW_INDICES, *OTHER_INDICES])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 3, 2)])
+def test_rows_that_are_repeated_by_an_index(form: str, shape: tuple[int, ...]) -> None:
+    """They are repeated, so known to be by rows; another index stays one, also where sizes coincide."""
+    index = {**ROW_INDICES, **OTHER_INDICES}[form]
+    (h,) = drawn(shape)
+    function = lambda x: x[index(x.shape[0])]  # noqa: E731
+    found = normal(function, h)
+    assert torch.equal(found(h), function(h))
+    if form in ROW_INDICES:
+        assert not found.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    else:
+        assert found.graph.find_nodes(op="call_function", target=aten.index.Tensor)
