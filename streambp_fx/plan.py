@@ -210,6 +210,7 @@ class Planner:
             flops_expression=str(self.cost.flops_expression(self.batch_size)),
             devices=devices,
             time=self._time(moments, tokens, devices),
+            positions=positions_of(self.model),
         )
 
     def filled(self, plan: Plan, optimizer: str) -> Plan:

@@ -102,7 +102,7 @@ class Schedule(ScheduledStep):
         """Draw the memory of the step, eager, with gradient checkpointing and streamed.
 
         The left panel is one step over time, the right one the peak against the sequence length. Needs
-        matplotlib: `pip install "streambp-fx[plot]"`.
+        matplotlib: `pip install matplotlib`.
 
         Args:
             path: a file that ends in .png, .svg or .pdf; it is written whole or not at all.

@@ -44,7 +44,7 @@ def _memory(plan: Plan) -> Table:
     title = f"{plan.model}, {plan.dtype}, {plan.batch_size} x {plan.seq_len:,} tokens, chunk {plan.chunk}"
     table = Table(title=title)
     table.add_column("memory for")
-    table.add_column("GiB", justify="right")
+    table.add_column("GiB, predicted", justify="right")
     resident = {
         "weights": plan.weights_bytes,
         "gradients": plan.gradients_bytes,
@@ -64,7 +64,8 @@ def _lines(plan: Plan) -> list[str]:
         fits = "fits" if plan.fits else "does NOT fit"
         lines.append(f"{plan.seq_len:,} tokens: {fits} in {plan.memory_bytes / GIB:,.1f} GiB.")
         lines.append(
-            f"Longest sequence: {plan.max_seq_len:,} tokens; each further GiB buys {plan.tokens_per_gib:,}."
+            f"Longest sequence: {plan.max_seq_len:,} tokens, as predicted; each further GiB buys "
+            f"{plan.tokens_per_gib:,}."
         )
     elsewhere = f"; {readable(plan.offloaded_bytes)} lie there meanwhile" if plan.offloaded_bytes else ""
     lines.append(f"Memory policy: {plan.policy}{elsewhere}.")
@@ -72,8 +73,12 @@ def _lines(plan: Plan) -> list[str]:
         f"Work of a step: {plan.flops / 1e12:,.1f} TFLOP, {plan.recompute_factor:.2f} of a step that "
         "recomputes nothing."
     )
-    lines.append(f"Activations, in bytes: {plan.peak_expression}")
-    lines.append(f"Work, in floating-point operations: {plan.flops_expression}")
+    longest = max(plan.seq_len, plan.max_seq_len or 0)
+    if plan.positions is not None and longest > plan.positions:
+        lines.append(
+            f"The model's config has {plan.positions:,} positions (max_position_embeddings): it was not "
+            "trained beyond them, and cannot run there if they are learned."
+        )
     return lines
 
 

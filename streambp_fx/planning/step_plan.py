@@ -38,6 +38,7 @@ class Plan:
         devices: what several devices share and send; None: there is one. All of the above is of one of them.
         time: of the step, a prediction; None: no device was given.
         ways: from the least memory to no recompute, and unstreamed, for a length; None: it was not asked for.
+        positions: tokens of a sequence for which the model's config has positions; None: it does not say.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Plan:
     devices: DevicesPlan | None = field(default=None, repr=False)
     time: TimePlan | None = field(default=None, repr=False)
     ways: tuple[WayToRun, ...] | None = field(default=None, repr=False)
+    positions: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""

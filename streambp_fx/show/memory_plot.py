@@ -81,7 +81,7 @@ def figure_class() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OutputError(
-            'pictures need matplotlib, which is not installed: pip install "streambp-fx[plot]"'
+            "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from error
     return Figure
 

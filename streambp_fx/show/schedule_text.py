@@ -73,7 +73,7 @@ def _cost_lines(schedule: ScheduledStep) -> Iterator[str]:
     peak = max(moments, key=lambda m: m.total)
     parts = [f"{c} {readable(peak.bytes[c])}" for c in CAUSES if peak.bytes.get(c)]
     causes = ", ".join(part.replace(" ", NO_BREAK) for part in parts)
-    yield f"  peak of activations: {readable(peak.total)} in segment {peak.segment}, {peak.phase}"
+    yield f"  peak of activations, predicted: {readable(peak.total)} in segment {peak.segment}, {peak.phase}"
     lines = textwrap.wrap(causes, width=100, initial_indent=" " * 4, subsequent_indent=" " * 4)
     yield from (line.replace(NO_BREAK, " ") for line in lines)
     work = sum(m.flops for m in moments)

@@ -102,7 +102,8 @@ def dependences_html(facts: Facts, segment: Segment) -> str:
     printer = Printer(_names(facts, segment))
     chunked = segment.chunked and segment.mixings
     states = {s.node for s in find_states(facts, segment) if not s.by_chunk} if chunked else set()
-    marks = dict.fromkeys(states, "state") | dict.fromkeys(segment.outputs, "output")
+    marks = dict.fromkeys(states, "state")
+    marks |= {n: "state and output" if n in states else "output" for n in segment.outputs}
     runs = itertools.groupby(dependences(facts, segment).items(), key=lambda item: item[1])
     return "".join(_run(reads, [n for n, _ in values], marks, printer) for reads, values in runs)
 
