@@ -15,7 +15,7 @@ import pytest
 # 378: after a graph break, a value that has a gradient is changed in place
 # 1679: the loss reads what an earlier segment keeps, and what is kept lies on disk
 # 1028: what the first layer is given is returned as well
-OFTEN = (0, 3, 4, 5, 6, 228, 1028, 1679)
+OFTEN = (0, 3, 4, 5, 6, 1028, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (228, 1679)))
 SEEDS = range(int(os.environ["STREAMBP_RANDOM"])) if "STREAMBP_RANDOM" in os.environ else OFTEN
 # The share of segments of these seeds that was chunked when the figure was last taken, less a little.
 FLOOR_SEEDS = range(40)

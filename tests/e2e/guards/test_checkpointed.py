@@ -36,10 +36,13 @@ def switches(model: nn.Module) -> dict[str, dict[str, Any]]:
     }
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("longcat_flash", "inkling2_text")]
+SLOW = [
+    pytest.param(family, marks=pytest.mark.slow)
+    for family in ("deepseek_v4", "longcat_flash", "inkling2_text")
+]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", *SLOW])
+@pytest.mark.parametrize("family", SLOW)
 def test_no_more_memory_than_checkpointing(family: str) -> None:
     """It compresses rows; it is not captured; two layers of it would run whole as one."""
     model, given = build(family), batch(256, (0,))

@@ -39,7 +39,7 @@ MOST = ("T=67, a ragged last chunk", "T=4*chunk+1, a tail of one row", "T=hidden
 MOST += ("right padding",)  # of more than a chunk: test_ragged.py, and all families in test-all
 # Of each kind of attention, norm, feed-forward layer and position: the others are for `make test-all`.
 # Llama has every kind of batch below.
-KINDS = ("gemma3_text", "gpt2")
+KINDS = ("gemma3_text",)
 SOME = [(family, impls(family)[0]) for family in KINDS]
 
 
