@@ -37,8 +37,8 @@ from .passes.graph.facts import Facts
 from .passes.graph.functionalization import NotPureError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
+from .passes.graph.tracing import without_saved_tensors_hooks
 from .passes.s1_capture.sequence_length import find_lengths, where_read
-from .passes.s4_trace.vjp import without_saved_tensors_hooks
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
 from .runtime.parameter_groups import ShardedParameters

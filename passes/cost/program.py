@@ -17,8 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
 
 from ..graph.facts import expression, tensors_of
-from ..graph.recurrence import KERNELS
-from .recurrences import inner_bytes, inner_work
+from ..graph.recurrence import KERNELS, RECURRENCE_KEPT
+from .recurrences import inner_bytes, inner_work, kept_bytes
 from .storages import Storages
 from .work import Work, total, work_of_node
 
@@ -146,6 +146,9 @@ class Memory:
             key: _rename(tensor_bytes(value), sizes) if self.storages.is_inside(key) else sympy.S.Zero
             for key, value in self.storages.first.items()
         }
+        for node in self.nodes:
+            if node.target is RECURRENCE_KEPT:  # its third result stands for what autograd has recorded
+                self.bytes[self.storages.of[node][2]] = _rename(kept_bytes(node), sizes)
         for key in () if throughout is None else self.storages.of[throughout]:
             self.storages.made[key] = 0
             self.storages.readers[key].append(len(self.nodes) - 1)

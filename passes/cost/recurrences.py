@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
-from ..graph.recurrence import KERNELS, RECURRENCES
+from ..graph.recurrence import KERNELS, RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCES
 from .live_bytes import LiveBytes
 from .work import Work
 
@@ -39,6 +39,26 @@ def inner_bytes(node: Node) -> sympy.Expr:
     return _by_blocks(rows, functools.cache(functools.partial(_bytes_of, node, rows))) * samples
 
 
+def kept_bytes(node: Node) -> sympy.Expr:
+    """Bytes that the record of a step holds until it is differentiated, see NOTE [a recorded step]."""
+    rows, samples = _sizes(node)
+    return _by_blocks(rows, functools.cache(functools.partial(_kept_bytes_of, node, rows))) * samples
+
+
+def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], int]) -> tuple[int, int]:
+    """Bytes that the record of a step would hold, and those that its VJP holds without one.
+
+    Args:
+        step, vjp: as they are, without a record.
+        size: the value of an expression in the sizes.
+    """
+    rows, samples = _sizes(step)
+    number, several = max(1, size(rows)), size(samples)
+    args = _without_memory(vjp, rows, number)
+    kept = _held((*args[:5], args[7]))
+    return kept * several, _bytes_of(vjp, rows, number) * several
+
+
 def inner_work(node: Node) -> Work:
     """What an op of a recurrence computes and moves, to which its rows add evenly."""
     rows, samples = _sizes(node)
@@ -48,10 +68,17 @@ def inner_work(node: Node) -> Work:
 
 def _work_of(node: Node, rows: sympy.Expr, number: int) -> Work:
     """The same with a number for the rows, and one sample."""
-    args = _without_memory(node, rows, number)
+    args = _with_record(node, _without_memory(node, rows, number))
     with _CountedWork() as counted:
         KERNELS[node.target](*args)
     return counted.work
+
+
+def _with_record(node: Node, args: Any) -> Any:
+    """The arguments of an op; where it reads the record of a step, with one."""
+    if node.target is not RECURRENCE_KEPT_VJP:
+        return args
+    return (*args[:8], KERNELS[RECURRENCE_KEPT](*args[:5], args[7])[2])
 
 
 class _CountedWork(TorchDispatchMode):
@@ -103,9 +130,27 @@ def _bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
     """The same with a number for the rows, and one sample."""
     args = _without_memory(node, rows, number)
     with LiveBytes(x for x in tree_leaves(args) if isinstance(x, Tensor)) as meter:
+        args = _with_record(node, args)
+        before = meter.peak = meter.live
         made: Any = KERNELS[node.target](*args)
+        kept = meter.live - _bytes_in(made) if node.target is RECURRENCE_KEPT else before
+    return max(0, meter.peak - kept - _bytes_in(made))
+
+
+def _bytes_in(made: Any) -> int:
     storages = (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor))
-    return max(0, meter.peak - sum({s._cdata: s.nbytes() for s in storages}.values()))
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+def _kept_bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
+    return _held(_without_memory(node, rows, number))
+
+
+def _held(args: Any) -> int:
+    """What the record of a step holds, over its operands and its results."""
+    with LiveBytes(x for x in tree_leaves(args) if isinstance(x, Tensor)) as meter:
+        made = KERNELS[RECURRENCE_KEPT](*args)
+        return meter.live - _bytes_in(made)
 
 
 def _without_memory(node: Node, rows: sympy.Expr, number: int) -> Any:

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import tensors_of
 from ..graph.functionalization import written_operands
+from ..graph.recurrence import RECURRENCE_KEPT_VJP
 
 Bytes = TypeVar("Bytes")
 
@@ -86,8 +87,11 @@ class Storages:
         return self._lies_in.get(key, key)
 
     def read_by(self, node: Node) -> dict[int, None]:
-        """The storages of a node's operands, each once, in order."""
-        return dict.fromkeys(k for n in node.all_input_nodes for k in self.of[n])
+        """The storages of a node's operands, each once, in order; and those that a record of a step reads."""
+        nodes = list(node.all_input_nodes)
+        if node.target is RECURRENCE_KEPT_VJP:  # operands of the step, whatever stands for them here
+            nodes += node.args[-1].args[0].all_input_nodes  # type: ignore[union-attr]
+        return dict.fromkeys(k for n in nodes for k in self.of[n])
 
     def maker(self, key: int) -> Node:
         """The op that makes a storage, or the input or constant that it is."""

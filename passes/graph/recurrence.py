@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .tracing import without_saved_tensors_hooks
 
 # The operands of a recurrence by position, its plain arguments, and the state that it begins with
 # (None: zeros), to its rows and the state that it ends with.
@@ -101,9 +104,19 @@ _LIBRARY.define(
     "recurrence_vjp(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor? state, "
     "Tensor gradient, Tensor? last_gradient, bool[] wanted) -> Tensor[]"
 )
+_LIBRARY.define(
+    "recurrence_kept(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor state, "
+    "bool[] wanted) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "recurrence_kept_vjp(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor state, "
+    "Tensor gradient, Tensor last_gradient, bool[] wanted, Tensor kept) -> Tensor[]"
+)
 RECURRENCE = torch.ops.streambp_fx.recurrence.default
 RECURRENCE_STEP = torch.ops.streambp_fx.recurrence_step.default
 RECURRENCE_VJP = torch.ops.streambp_fx.recurrence_vjp.default
+RECURRENCE_KEPT = torch.ops.streambp_fx.recurrence_kept.default
+RECURRENCE_KEPT_VJP = torch.ops.streambp_fx.recurrence_kept_vjp.default
 
 
 def _whole(
@@ -172,6 +185,62 @@ def _vjp(
     return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(asked, found, strict=True)]
 
 
+@dataclass
+class _Graph:
+    """What autograd has recorded of a step: what is differentiated, and where that begins."""
+
+    leaves: list[Tensor]
+    made: Any
+    last: Any
+
+
+def _step_kept(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step that autograd records, for `recurrence_kept_vjp`, to which the same operands are given again.
+
+    NOTE [a recorded step]: the record is an attribute of a third result, which has no elements. So a program
+    hands it on like any other value, and it goes when that value does. It refers to the operands' memory by
+    aliases with version counters of their own: nobody writes over an operand, as the other op reads it, but
+    next to a state in the same buffer the state after it is written. What is returned is a copy, since later
+    ops may write over it and the record may need it.
+    """
+    with torch.enable_grad(), autograd_in_kernel(), without_saved_tensors_hooks():
+        leaves = [x if x is None else x.data.requires_grad_(w) for x, w in zip(operands, wanted, strict=True)]
+        before = state.data.requires_grad_()
+        made, last = _call(name, leaves, settings, cast, before)
+        edges = [get_gradient_edge(y) if y.requires_grad else None for y in (made, last)]
+    kept = torch.empty(0, dtype=torch.uint8, device=state.device)
+    kept.record = _Graph([x for x in (*leaves, before) if x is not None and x.requires_grad], *edges)  # type: ignore[attr-defined]
+    copies = (y.detach().clone(memory_format=torch.contiguous_format) for y in (made, last))
+    return (*copies, kept)  # type: ignore[return-value]
+
+
+def _kept_vjp(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor,
+    gradient: Tensor,
+    last_gradient: Tensor,
+    wanted: Sequence[bool],
+    kept: Tensor,
+) -> list[Tensor]:
+    """As `recurrence_vjp`, from the record of the step."""
+    record, kept.record = kept.record, None  # type: ignore[attr-defined]
+    pairs = [(e, g) for e, g in ((record.made, gradient), (record.last, last_gradient)) if e is not None]
+    ends, gradients = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ends, record.leaves, gradients, allow_unused=True)
+    pairs = list(zip(record.leaves, found, strict=True))
+    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in pairs]
+
+
 def _fake_whole(
     name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
 ) -> Tensor:
@@ -208,6 +277,22 @@ def _fake_vjp(
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
 
 
+def _fake_kept(
+    name: str,
+    operands: Sequence[Tensor | None],
+    settings: Sequence[float],
+    cast: torch.dtype | None,
+    state: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    made, last = _fake_step(name, operands, settings, cast, state)
+    return made, last, state.new_empty(0, dtype=torch.uint8)
+
+
+def _fake_kept_vjp(*given: Any) -> list[Tensor]:
+    return _fake_vjp(*given[:-1])
+
+
 class _Whole(torch.autograd.Function):
     """The derivative of the op, where a graph is not streamed."""
 
@@ -235,11 +320,21 @@ def _autograd(
 
 
 #: What the ops do, by op.
-KERNELS: dict[Any, Callable[..., Any]] = {RECURRENCE: _whole, RECURRENCE_STEP: _step, RECURRENCE_VJP: _vjp}
+KERNELS: dict[Any, Callable[..., Any]] = {
+    RECURRENCE: _whole,
+    RECURRENCE_STEP: _step,
+    RECURRENCE_VJP: _vjp,
+    RECURRENCE_KEPT: _step_kept,
+    RECURRENCE_KEPT_VJP: _kept_vjp,
+}
 _LIBRARY.impl("recurrence", _whole, "CompositeExplicitAutograd")
 _LIBRARY.impl("recurrence", _autograd, "Autograd")
 _LIBRARY.impl("recurrence_step", _step, "CompositeExplicitAutograd")
 _LIBRARY.impl("recurrence_vjp", _vjp, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrence_kept", _step_kept, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrence_kept_vjp", _kept_vjp, "CompositeExplicitAutograd")
 torch.library.register_fake("streambp_fx::recurrence", _fake_whole, lib=_LIBRARY)
 torch.library.register_fake("streambp_fx::recurrence_step", _fake_step, lib=_LIBRARY)
 torch.library.register_fake("streambp_fx::recurrence_vjp", _fake_vjp, lib=_LIBRARY)
+torch.library.register_fake("streambp_fx::recurrence_kept", _fake_kept, lib=_LIBRARY)
+torch.library.register_fake("streambp_fx::recurrence_kept_vjp", _fake_kept_vjp, lib=_LIBRARY)

@@ -59,3 +59,21 @@ def _graph_of(self: PythonKeyTracer, root: Any, concrete_args: Any = None) -> Gr
     self.create_node("output", "output", (self.create_arg(function(*proxies)),), {})
     self.submodule_paths = None
     return self.graph
+
+
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Within: what is saved is left alone. Somebody's hooks (offloading, checkpointing) are for the step.
+
+    `torch.func` does not work under such hooks.
+    """
+    autograd = torch._C._autograd
+    hooks = []
+    try:
+        while top := autograd._top_saved_tensors_default_hooks(True):
+            hooks.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)

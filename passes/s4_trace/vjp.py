@@ -6,8 +6,7 @@ that one graph serves all chunks, all lengths and all identical segments.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -131,24 +130,6 @@ def read_of(buffer: Tensor, state: State, ranges: Ranges) -> Tensor:
         return buffer
     before = state.columns_before(ranges)
     return buffer.narrow(state.dim, ranges.prefix - before, before + ranges.rows)
-
-
-@contextlib.contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:
-    """Within: what is saved is left alone. Somebody's hooks (offloading, checkpointing) are for the step.
-
-    `torch.func` does not work under such hooks.
-    """
-    autograd = torch._C._autograd
-    hooks = []
-    try:
-        while top := autograd._top_saved_tensors_default_hooks(True):
-            hooks.append(top)
-            autograd._pop_saved_tensors_default_hooks()
-        yield
-    finally:
-        for pair in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def traced_program(

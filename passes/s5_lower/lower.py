@@ -19,10 +19,12 @@ from ..cost.storages import Storages
 from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something, written_operands
 from ..graph.purity import is_impure
+from ..graph.tracing import without_saved_tensors_hooks
 from ..pipeline.runner import Pass, run_passes
 from ..pipeline.verifier import verify_program
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
 from .accumulate import accumulate
+from .recorded_steps import record_steps
 from .rematerialize import rematerialize, typical
 from .reorder import reorder
 from .simplify import simplify
@@ -120,7 +122,8 @@ def lower(module: GraphModule, settings: LoweringSettings) -> Lowered:
     def verify(one: ProgramPass, lowering: Lowering) -> None:
         verify_program(lowering.module.graph, inputs, outputs)
 
-    lowering = run_passes(PROGRAM_PASSES, Lowering(module, settings.title), settings, verify)
+    with without_saved_tensors_hooks():  # a recurrence is run, to see what it holds
+        lowering = run_passes(PROGRAM_PASSES, Lowering(module, settings.title), settings, verify)
     module.graph.lint()
     module.recompile()
     if not settings.eager:
@@ -145,6 +148,11 @@ def on_graph(change: Callable[[Graph], Any]) -> Callable[[Lowering, LoweringSett
 
 def _accumulated(lowering: Lowering, settings: LoweringSettings) -> Lowering:
     accumulate(lowering.module.graph, settings.accumulators, settings.eager)
+    return lowering
+
+
+def _recorded(lowering: Lowering, settings: LoweringSettings) -> Lowering:
+    record_steps(lowering.module.graph, typical(settings.sizes, settings.window))
     return lowering
 
 
@@ -283,6 +291,13 @@ PROGRAM_PASSES: tuple[ProgramPass, ...] = (
         "dead_code",
         "what nobody reads goes, and assertions that held in the trace",
         on_graph(_drop_dead_code),
+    ),
+    Pass(
+        "recorded_steps",
+        "a recurrence that is run and differentiated is run once",
+        _recorded,
+        applies=_is_eager,
+        optional=True,
     ),
     Pass(
         "simplify",

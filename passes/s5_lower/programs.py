@@ -10,10 +10,11 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, Mask, PassError, Reach, Segment, expression, operands, tensors_of
+from ..graph.tracing import without_saved_tensors_hooks
 from ..s2_prove.independent_samples import Samples, batch, batch_size
 from ..s4_trace.chunk_program import ChunkProgram
 from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
-from ..s4_trace.vjp import Traced, outputs_of, traced_program, without_saved_tensors_hooks
+from ..s4_trace.vjp import Traced, outputs_of, traced_program
 from ..step.build import Builder, Way
 from ..step.checker import check
 from ..step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure

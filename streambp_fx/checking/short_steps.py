@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule, Interpreter, Node
 
-from ..passes.s4_trace.vjp import without_saved_tensors_hooks
+from ..passes.graph.tracing import without_saved_tensors_hooks
 from .gradient_sketch import Sketch, sketch
 
 Call = Callable[..., Any]

@@ -25,7 +25,7 @@ import streambp_fx
 from benchmarks.families import configs
 from benchmarks.families.worker import plain_experts
 from streambp_fx.cli import main
-from streambp_fx.passes.s4_trace.vjp import without_saved_tensors_hooks
+from streambp_fx.passes.graph.tracing import without_saved_tensors_hooks
 from streambp_fx.passes.s5_lower import programs
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}

@@ -15,7 +15,16 @@ import streambp_fx
 
 PASSES = ["capture", "autocast", "normalize", "axes", "footprints", "masks", "widen_late", "lazy_outputs"]
 PASSES += ["segment", "signatures"]
-PASSES += ["accumulate", "dead_code", "simplify", "reorder", "rematerialize", "write_in_place", "workspace"]
+PASSES += [
+    "accumulate",
+    "dead_code",
+    "recorded_steps",
+    "simplify",
+    "reorder",
+    "rematerialize",
+    "write_in_place",
+    "workspace",
+]
 PASSES += ["views", "names", "keep_inputs_of_groups", "overwrite_rows_of_loss", "drop_what_nobody_reads"]
 PASSES += ["fold_layers"]
 
