@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from ..errors import CaptureError, InputError, StreamBPWarning
+from ..errors import CaptureError, InputError, StreamBPError, StreamBPWarning
 from ..models.arguments import Arguments, signature_of, without_cache
 from ..models.checkpointing import layers_checkpointed, may_be_checkpointed
 from ..models.inputs import complaints, explained
@@ -228,11 +228,15 @@ class UnstreamedSteps:
             given: the arguments.
             streamed: runs a step streamed.
         """
-        key = tuple(odd)
+        key = tuple(odd.values())
         if self._odd.get(key):
             try:
                 return streamed(given)
             except (CaptureError, FailOnRecompileLimitHit):
+                self._odd[key] = False
+            except (StreamBPError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, IndexError, TypeError, ValueError):  # Dynamo's of shapes that do not fit
                 self._odd[key] = False
         with explained(given, self.model):
             output = self.as_it_is(given)

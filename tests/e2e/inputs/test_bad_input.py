@@ -236,3 +236,17 @@ def test_a_token_outside_the_vocabulary_is_an_error(bad: int) -> None:
         build("llama")(**batch)
     with pytest.raises((IndexError, RuntimeError)):
         streambp_fx.transform(build("llama"), chunk=16)(**batch).loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")
+@pytest.mark.parametrize("shapes", [((3, 24),) * 3, ((2, 24, 24), (24,), (24,))])
+def test_odd_masks_that_the_model_takes_are_taken_again(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """The first step runs as it is; a later one that cannot be captured does, too."""
+    eager = build("llama")
+    streamed = streambp_fx.transform(copy.deepcopy(eager), chunk=8, check="never")
+    ids = torch.arange(48).view(2, 24) % 50
+    for shape in shapes:
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones(shape).bool()}
+        want, got = eager(**batch).loss, streamed(**batch).loss
+        torch.testing.assert_close(got, want)
+        got.backward()
