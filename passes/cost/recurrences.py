@@ -33,16 +33,18 @@ EVEN = 0.02
 
 def inner_bytes(node: Node) -> sympy.Expr:
     """Bytes that an op of a recurrence holds at most, over its operands and results; 0 for all others."""
-    if node.target not in KERNELS:
-        return sympy.S.Zero
-    rows, samples = _sizes(node)
-    return _by_blocks(rows, functools.cache(functools.partial(_bytes_of, node, rows))) * samples
+    return _in_sizes(node, _bytes_of) if node.target in KERNELS else sympy.S.Zero
 
 
 def kept_bytes(node: Node) -> sympy.Expr:
     """Bytes that the record of a step holds until it is differentiated, see NOTE [a recorded step]."""
+    return _in_sizes(node, lambda n, rows, number: _held(_without_memory(n, rows, number)))
+
+
+def _in_sizes(node: Node, bytes_of: Callable[[Node, sympy.Expr, int], int]) -> sympy.Expr:
+    """Bytes in the sizes of the graph, from those of a number of rows and one sample."""
     rows, samples = _sizes(node)
-    return _by_blocks(rows, functools.cache(functools.partial(_kept_bytes_of, node, rows))) * samples
+    return _by_blocks(rows, functools.cache(functools.partial(bytes_of, node, rows))) * samples
 
 
 def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], int]) -> tuple[int, int]:
@@ -140,10 +142,6 @@ def _bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
 def _bytes_in(made: Any) -> int:
     storages = (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor))
     return sum({s._cdata: s.nbytes() for s in storages}.values())
-
-
-def _kept_bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
-    return _held(_without_memory(node, rows, number))
 
 
 def _held(args: Any) -> int:
