@@ -20,8 +20,10 @@ from .auto_executor import AutoExecutor
 from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
+from .dynamo.each_frame import watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
+from .dynamo.messages import with_ranges
 from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.skipped_frames import warn_of_skipped_frames
@@ -31,6 +33,7 @@ from .models.experts import declare_experts
 from .models.padding_masks import trace_padding_masks
 from .models.recorded_outputs import trace_recorders
 from .models.recurrences import declare_recurrences
+from .models.traced_calls import in_the_words_of_the_model
 from .options import Options
 from .passes import PassError, analyze
 from .passes.graph.facts import Facts
@@ -102,7 +105,7 @@ def streambp(
     if declare_recurrences(modules) | declare_experts(modules):
         trace_again("recurrences as ops, and experts as products")
     try:
-        return compile_graph(module, example_inputs, parsed)
+        return with_ranges(module, compile_graph(module, example_inputs, parsed))
     except (ValueError, CompileError) as error:
         raise unwrapped(error) from error.__cause__
 
@@ -122,6 +125,7 @@ setattr(streambp, MARK, True)
 trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
+watch_frames(in_the_words_of_the_model)
 
 
 def compile_graph(

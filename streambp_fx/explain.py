@@ -82,6 +82,8 @@ def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[s
         CaptureError: the model's forward cannot be captured as one graph.
         CompileError: a pass failed.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"explain needs a torch.nn.Module, not {type(model).__name__}")
     for name, value, least in (("seq_len", seq_len, 2), ("batch_size", batch_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")

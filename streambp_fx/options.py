@@ -95,7 +95,10 @@ class Options:
             _positive("loss_chunk", self.loss_chunk, ' or "auto"')
         _positive("every", self.every)
         if self.memory is not None:
-            parse_bytes(self.memory)
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                raise ValueError(f"memory: {error}") from None
         for name, allowed in CHOICES.items():
             chosen = name == "save" and isinstance(self.save, Saving)
             left_open = name == "policy" and self.policy is None

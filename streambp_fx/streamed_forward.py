@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from .dynamo.each_frame import RECOMPILE_LIMIT
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
 from .dynamo.this_backend import beside_the_trace, is_traced_for_us
 from .errors import CaptureError, CompileError, StreamBPWarning
 from .forwards.lower import Lower, NotStreamed, lowered, stream
-from .forwards.unstreamed_steps import UnstreamedSteps, all_forwards, resting
+from .forwards.unstreamed_steps import UnstreamedSteps, all_forwards, resting, said_while_traced
 from .models.adapters import lengthens_sequence, prepare_tracing
 from .models.arguments import (
     Arguments,
@@ -40,7 +41,8 @@ from .models.arguments import (
 )
 from .models.checkpointing import TakeOver
 from .models.experts import declare_experts
-from .models.nested_models import caller_of_forward, is_of_transformers, switched_by_others
+from .models.inputs import explained_by_values
+from .models.nested_models import caller_of_forward, switched_by_others
 from .models.plain_forms import in_plain_pytorch
 from .models.recorded_outputs import collector_kept
 from .models.recurrences import declare_recurrences
@@ -52,9 +54,6 @@ from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced, seconds_to_compile
 from .versions.differences import ignoring
-
-# Graphs of one model: it may be given a mask or not, positions or not, several dtypes, adapters.
-RECOMPILE_LIMIT = 64
 
 
 class StreamedForward(UnstreamedSteps):
@@ -127,6 +126,8 @@ class StreamedForward(UnstreamedSteps):
             return self.captured(*args, **kwargs)
         if self.model.training and torch.is_grad_enabled():
             return beside_the_trace(self, args, kwargs)
+        if self.within is None and torch.is_grad_enabled():
+            said_while_traced(self.number)
         return self.original(*args, **kwargs)
 
     @property
@@ -198,8 +199,10 @@ class StreamedForward(UnstreamedSteps):
         if given.names in self._not_captured:
             self.counts.note(self._not_captured[given.names])
             return self.as_it_is(given)
+        by_values = explained_by_values(given, self.model) if self.is_known else contextlib.nullcontext()
         try:
-            return self._compiled_step(given)
+            with by_values:
+                return self._compiled_step(given)
         except NotStreamed:
             return self.as_it_is(given)
         except NotSupported as error:
@@ -207,7 +210,7 @@ class StreamedForward(UnstreamedSteps):
             raise CaptureError(words) from error
 
     def _compiled_step(self, given: Arguments) -> Any:
-        if is_of_transformers(self.model, self.original):
+        if self.is_known:
             given = counted(without_cache(given, self.model, self.__signature__))
         self._declare_sizes(given)
         if self._compiled is None:

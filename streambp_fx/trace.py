@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from .errors import CaptureError, UnknownPassError
+from .errors import CaptureError, InputError, UnknownPassError
 from .explain import Captured, _Explained, _prepared
+from .models.inputs import what_does_not_fit
 from .options import Options
 from .passes.graph.facts import CapturedGraph, Facts
 from .passes.pipeline.log import masks_text, observed, program_text
@@ -99,9 +100,15 @@ def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto",
 
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
+        InputError: the batch is no dictionary, or does not fit the model.
         CaptureError: the model's forward cannot be captured as one graph, or has nothing to stream.
         CompileError: a pass failed.
     """
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            "batch must be a dictionary of the arguments of the model's forward, such as "
+            f'{{"input_ids": ids, "labels": ids}}, not {type(batch).__name__}'
+        )
     parsed = Options.parse({"chunk": chunk, **options})
     records: list[PassRecord] = []
     found: list[Captured] = []
@@ -114,8 +121,14 @@ def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto",
         if name == "footprints" and isinstance(result, Facts):
             records.append(PassRecord("masks", ops, 0.0, masks_text(result)))
 
-    with _prepared(model, parsed, found), observed(observe), contextlib.suppress(_Explained):
-        model(**batch)
+    try:
+        with _prepared(model, parsed, found), observed(observe), contextlib.suppress(_Explained):
+            model(**batch)
+    except (CaptureError, TypeError) as error:
+        odd = what_does_not_fit(model, batch)
+        if odd is None:
+            raise
+        raise InputError(f"{type(model).__name__} cannot be traced with this batch: {odd}") from error
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to trace")
     schedule, _ = found[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -15,11 +16,15 @@ from .errors import CaptureError
 from .models.arguments import signature_of
 from .models.nested_models import models_within
 from .options import Options
-from .runtime.step_counts import counts_of, together
+from .runtime.step_counts import StepCounts, counts_of, together
 from .schedule import Schedule
 from .show.status import Status
 from .streamed_forward import StreamedForward, all_forwards
 from .versions import check_versions
+
+RESTORED = "restore has put back the forward that the model had, as StreamBPCallback does when training ends"
+# The steps of models that were transformed and are not any more.
+_ended: weakref.WeakKeyDictionary[nn.Module, StepCounts] = weakref.WeakKeyDictionary()
 
 
 def transform(
@@ -67,11 +72,22 @@ def transform(
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `transform`. A model that is not transformed is left as it is."""
+    """Undo `transform`. A model that is not transformed is left as it is.
+
+    Args:
+        model: any module.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    _check_module("restore", model)
     if isinstance(model, torch._dynamo.OptimizedModule):
         restore(model._orig_mod)
         return model
-    for streamed in _placed(model):
+    placed = _placed(model)
+    if placed:
+        _ended[model] = together(s.counts for s in placed).ended(RESTORED)
+    for streamed in placed:
         streamed.active = False  # somebody may have put a wrapper over it
         if vars(streamed.model).get("forward") is streamed:
             streamed.unplace(streamed.model)
@@ -104,13 +120,28 @@ def _placed(model: nn.Module) -> list[StreamedForward]:
     return [s for s in all_forwards if s.active and (s.model is model or s.within is model)]
 
 
+def _check_module(who: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who} needs a torch.nn.Module, not {type(model).__name__}")
+
+
+def _placed_within(model: nn.Module) -> list[StreamedForward]:
+    """What streams the models that a module is a wrapper of."""
+    modules = set(model.modules())
+    return [s for s in all_forwards if s.active and s.model in modules]
+
+
 def schedule(model: nn.Module) -> Schedule | None:
     """The schedule of the graph that was compiled last, or None before the first training step.
 
     Args:
         model: a model that `transform` changed, or one that `torch.compile(backend="streambp")` runs, itself
             or a part of it.
+
+    Raises:
+        TypeError: it is no module.
     """
+    _check_module("schedule", model)
     found = schedules(model) or schedules_of(model)
     return max(found, key=lambda s: s.number, default=None)
 
@@ -119,38 +150,40 @@ def status(model: nn.Module) -> Status:
     """Whether the training steps of a model are streamed, since when, how many were, and why others were not.
 
     Args:
-        model: any module; also one that `torch.compile` has wrapped.
+        model: any module; also one that `torch.compile` has wrapped, or a wrapper around one that is
+            transformed. After `restore` it says how many steps there were.
 
     Raises:
         TypeError: it is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"status needs a torch.nn.Module, not {type(model).__name__}")
+    _check_module("status", model)
     model = getattr(model, "_orig_mod", model)
-    placed, graphs = _placed(model), counts_of(model)
+    placed, graphs = _placed(model) or _placed_within(model), counts_of(model)
     door = "transform" if placed else "torch.compile" if graphs else None
     counts = together([*(s.counts for s in placed), *graphs])
+    if door is None and model in _ended:
+        counts = _ended[model]
     why = counts.why
-    if not counts.total:
+    if not counts.total and why is None:
         why = _why_no_step(model, placed)
     since = datetime.fromtimestamp(counts.began) if counts.total else None
     return Status(
         door=door,
         streamed=counts.is_streamed,
         since=since,
-        since_step=counts.began_with if counts.total else None,
+        since_step=counts.began_with or None,
         why_not=why,
         reasons=dict(counts.reasons),
         streamed_steps=counts.streamed,
         unstreamed_steps=counts.unstreamed,
-        part=_part(model, placed),
+        part=_part(placed),
         schedule=schedule(model),
     )
 
 
-def _part(model: nn.Module, placed: list[StreamedForward]) -> str | None:
+def _part(placed: list[StreamedForward]) -> str | None:
     """What alone is streamed of a model: the models within it, where its own forward is not."""
-    if not placed or any(s.counts.streamed for s in placed if s.model is model):
+    if not placed or any(s.counts.streamed for s in placed if s.within is None):
         return None
     names = [type(s.model).__name__ for s in placed if s.counts.streamed]
     if not names:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ..errors import StreamBPError
+from ..passes.graph.sources import source_name
+
+INTEGERS = (torch.int64, torch.int32)
 
 
 def _loggers() -> list[Any]:
@@ -44,6 +52,50 @@ def in_plain_words(model: nn.Module, error: BaseException) -> str:
         "Rewrite that line so that it does not depend on the values of tensors and calls nothing outside "
         "PyTorch, or train the model unstreamed: streambp_fx.restore(model)."
     )
+
+
+def with_ranges(module: GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a graph, such that an error of a kernel gets a note of the values of the graph's integers.
+
+    Args:
+        module: the Dynamo graph.
+        run: takes its inputs.
+    """
+    names = [source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
+
+    @functools.wraps(run)
+    def noted(*inputs: Any) -> Any:
+        try:
+            return run(*inputs)
+        except (IndexError, RuntimeError) as error:
+            if not isinstance(error, (StreamBPError, torch.OutOfMemoryError)):
+                add_note(error, _ranges(names, inputs))
+            raise
+
+    return noted
+
+
+def _ranges(names: Sequence[str], inputs: Sequence[Any]) -> str:
+    found = []
+    for name, value in zip(names, inputs, strict=True):
+        if not isinstance(value, Tensor) or value.dtype not in INTEGERS or value.numel() == 0:
+            continue
+        try:
+            least, most = (int(v) for v in value.aminmax())
+        except RuntimeError:
+            return ""  # the device cannot be asked any more
+        found.append(f"{name} from {least} to {most}")
+    return f"streambp_fx: the values of the inputs are {', '.join(found)}" if found else ""
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Add lines to what is printed of an error."""
+    if not note:
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}",)
 
 
 SKIPPED = (

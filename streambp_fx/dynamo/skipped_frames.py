@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from types import CodeType, FrameType
 from typing import Any
 
-from torch._dynamo import trace_rules
+from torch import nn
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.types import FrameAction
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
+from torch.utils._pytree import tree_leaves
 
 from ..errors import StreamBPWarning
 from ..runtime.segments.dispatch_modes import active_modes
+from ..runtime.step_counts import StepCounts, counts_of
 from .messages import reason_and_line
-from .this_backend import MARK, is_ours
+from .this_backend import is_ours
 
 
 class _Callbacks(list[Any]):
@@ -33,32 +35,18 @@ def warn_of_skipped_frames() -> None:
 
     NOTE [graphs that end within a loop]: where a graph ends within a `for` or `while`, Dynamo hands over
     neither what comes before nor what comes behind: the whole function runs as it is, and nothing is logged.
-
-    NOTE [steps within a dispatch mode]: Dynamo compiles nothing there. It does not try such a function again
-    in later steps, outside of the mode, nor does it run what it had compiled for it before. It has no
-    callback for that, so what is asked about each frame is wrapped.
     """
     if not isinstance(callback_handler.end_callbacks, _Callbacks):
         callback_handler.end_callbacks = _Callbacks([*callback_handler.end_callbacks, _ended])
-    if not getattr(CatchErrorsWrapper.__call__, MARK, False):
-        _wrap(CatchErrorsWrapper.__call__)
 
 
-def _wrap(original: Any) -> None:
-    @functools.wraps(original)
-    def asked(self: CatchErrorsWrapper, frame: Any, *state: Any) -> Any:
-        found = original(self, frame, *state)
-        if found.guarded_code is None and any_torch_dispatch_mode_on_stack():
-            _left_alone(self, frame.f_code)
-        return found
+def warn_of_mode(compiler: CatchErrorsWrapper) -> None:
+    """If a dispatch mode is active, so that a function is not compiled: a warning, once a `torch.compile`.
 
-    setattr(asked, MARK, True)
-    CatchErrorsWrapper.__call__ = asked  # type: ignore[method-assign, assignment]
-
-
-def _left_alone(compiler: CatchErrorsWrapper, code: CodeType) -> None:
-    """A dispatch mode is active, so that a function is not compiled: said once for each `torch.compile`."""
-    if hasattr(compiler, "streambp_said") or not is_ours(compiler) or trace_rules.check(code):
+    NOTE [steps within a dispatch mode]: Dynamo compiles nothing there. It does not try such a function again
+    in later steps, outside of the mode, nor does it run what it had compiled for it before.
+    """
+    if hasattr(compiler, "streambp_said") or not any_torch_dispatch_mode_on_stack():
         return
     compiler.streambp_said = True  # type: ignore[attr-defined]
     names = ", ".join(name for name, _ in active_modes())
@@ -67,8 +55,35 @@ def _left_alone(compiler: CatchErrorsWrapper, code: CodeType) -> None:
         "It does not try the function again in later steps: leave the mode, call torch._dynamo.reset(). "
         "streambp_fx.transform(model) streams within modes that only observe",
         StreamBPWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
+
+
+def warn_of_limit(found: Any, frame: Any, limit: int) -> None:
+    """A warning if Dynamo compiles no more graphs of a function. It asks no more about it then.
+
+    Args:
+        found: what became of the frame.
+        frame: the call of the function.
+        limit: how many graphs there may be.
+    """
+    if found.frame_exec_strategy.cur_action != FrameAction.RUN_ONLY:
+        return
+    name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+    why = (
+        f"{name} has {limit} graphs, each for other values of its arguments or of what it reads, and Dynamo "
+        "compiles no more: this step and later ones that fit none of them run unstreamed, and the later ones "
+        'are not counted. TORCH_LOGS="recompiles" says what differs each time'
+    )
+    for counts in counts_of_call(frame):
+        counts.note(why)
+    warnings.warn(why, StreamBPWarning, stacklevel=3)
+
+
+def counts_of_call(frame: Any) -> list[StepCounts]:
+    """What the steps of the first module among a function's variables are counted in; at most one."""
+    modules = (v for v in tree_leaves(dict(frame.f_locals)) if isinstance(v, nn.Module))
+    return next((counts_of(m) for m in modules), [])[:1]
 
 
 def _ended(given: CallbackArgs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from ..errors import CaptureError, InputError, StreamBPError, StreamBPWarning
 from ..models.arguments import Arguments, signature_of, without_cache
 from ..models.checkpointing import layers_checkpointed, may_be_checkpointed
-from ..models.inputs import complaints, explained
+from ..models.inputs import complaints, explained, raise_its_own_error, without_values
 from ..models.nested_models import is_of_transformers
 from ..options import Options
 from ..runtime.live_objects import Registry
@@ -27,6 +28,8 @@ from .lower import Lower, stream
 # Every streamed forward there is, so that it is found below a wrapper that somebody put over it.
 all_forwards: Registry[Any] = Registry()
 
+_numbers = itertools.count()
+
 # Those that are not to stream within the call that is being made.
 resting: ContextVar[frozenset[Any]] = ContextVar("streambp_resting", default=frozenset())
 
@@ -34,6 +37,11 @@ CHECKPOINTED = ", and its layers are checkpointed"
 IN_EVALUATION = (
     "the model is in evaluation mode, as from_pretrained returns it, and is differentiated all the same: "
     "such steps run unstreamed. Call model.train() to stream them"
+)
+TRACED_IN_EVALUATION = (
+    "the model is in evaluation mode, gradients are on, and another compiler takes its forward into a graph "
+    "of its own: if that is differentiated, the step runs unstreamed. Call model.train() to stream it, or "
+    "evaluate within torch.no_grad()"
 )
 IN_A_TRANSFORM = (
     "the step is differentiated by torch.func, whose transforms a streamed step cannot be in: such steps run "
@@ -56,6 +64,7 @@ class UnstreamedSteps:
 
     Attributes:
         counts: the training steps, streamed or not.
+        number: of this streamed forward, by which a trace of Dynamo's can name it.
     """
 
     lower: Lower
@@ -66,21 +75,25 @@ class UnstreamedSteps:
         self._not_captured: dict[frozenset[str], str] = {}  # arguments with which it could not be, and why
         self._odd: dict[tuple[str, ...], bool] = {}  # see `_with_odd_inputs`
         self._said: set[str] = set()
+        self.number = next(_numbers)
 
     @property
     def __signature__(self) -> inspect.Signature:
         return signature_of(self.model, self.original)
 
+    @property
+    def is_known(self) -> bool:
+        """True if the model's arguments mean what they mean in transformers."""
+        return is_of_transformers(self.model, self.original)
+
     def may_checkpoint(self) -> bool:
         """True if what runs unstreamed may be checkpointed: see NOTE [unstreamed steps are checkpointed]."""
-        return is_of_transformers(self.model, self.original) and may_be_checkpointed(self.model)
+        return self.is_known and may_be_checkpointed(self.model)
 
     def say(self, why: str) -> None:
         """Count a step that was not streamed, and warn of the reason once."""
         self.counts.note(why)
-        if why not in self._said:
-            self._said.add(why)
-            warnings.warn(why, StreamBPWarning, stacklevel=4)
+        self.warn_once(why)
 
     def evaluated(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The original forward, of a model in evaluation mode. If that is differentiated, it is said once."""
@@ -88,6 +101,12 @@ class UnstreamedSteps:
         if self.within is None:
             _when_differentiated(output, weakref.ref(self))
         return output
+
+    def warn_once(self, why: str) -> None:
+        """Warn of a reason, once."""
+        if why not in self._said:
+            self._said.add(why)
+            warnings.warn(why, StreamBPWarning, stacklevel=5)
 
     def through_others(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A forward that others have put over the model's, or an adapter's: the model within it streams."""
@@ -156,7 +175,8 @@ class UnstreamedSteps:
         if self.lower is not stream:
             raise error  # who explains or verifies a model is told so
         if self.options.on_error == "raise":
-            self._raises_itself(given)
+            with self.alone():
+                raise_its_own_error(given, self.model, self.original)
             raise error
         with explained(given, self.model):
             output = self.as_it_is(given)
@@ -165,27 +185,6 @@ class UnstreamedSteps:
         self.counts.note(why)
         warnings.warn(why, StreamBPWarning, stacklevel=5)
         return output
-
-    def _raises_itself(self, given: Arguments) -> None:
-        """Raise the error that the original forward raises of these inputs, if it raises one.
-
-        NOTE [errors of the model]: what a model says of inputs that do not fit it is the right thing to say;
-        that the same inputs cannot be captured either is not. It is asked without gradients, for the memory,
-        and again with them if it fails so: a model may need them (`register_hook` of a hidden state).
-        """
-        devices = list({p.device for p in self.model.parameters() if p.device.type == "cuda"})
-        for differentiated in (False, True):
-            with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(differentiated), self.alone():
-                try:
-                    with explained(given, self.model):
-                        self.original(*given.positional.values(), **given.keywords)
-                except torch.OutOfMemoryError:
-                    return
-                except Exception:
-                    if differentiated:
-                        raise
-                else:
-                    return
 
     def check_first(self, given: Arguments) -> None:
         """Before the first step: are there weights to run it with, and the dims that the options name?
@@ -209,8 +208,17 @@ class UnstreamedSteps:
             )
 
     def odd_inputs(self, given: Arguments) -> dict[str, str]:
-        """What is odd about the inputs of a model whose interface is known, by name: see `models.inputs`."""
-        if self.lower is not stream or not is_of_transformers(self.model, self.original):
+        """What is odd about the inputs of a model whose interface is known, by name: see `models.inputs`.
+
+        Raises:
+            InputError: inputs are on the meta device, and weights are not.
+        """
+        if self.lower is not stream:
+            return {}
+        said = without_values(given, self.model)
+        if said is not None:
+            raise InputError(said)
+        if not self.is_known:
             return {}
         return complaints(given, self.model)
 
@@ -243,6 +251,18 @@ class UnstreamedSteps:
         self._odd.setdefault(key, True)
         self.say(f"{'; '.join(odd.values())}. The model takes it all the same: such steps run unstreamed")
         return output
+
+
+@torch._dynamo.assume_constant_result
+def said_while_traced(number: int) -> None:
+    """Have it said that Dynamo traces a model in evaluation mode for another compiler.
+
+    Args:
+        number: of the streamed forward.
+    """
+    for forward in all_forwards:
+        if forward.number == number:
+            forward.warn_once(TRACED_IN_EVALUATION)
 
 
 def _when_differentiated(output: Any, owner: weakref.ref[UnstreamedSteps]) -> None:

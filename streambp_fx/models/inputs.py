@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
-from .arguments import Arguments
+from ..dynamo.messages import INTEGERS, add_note
+from ..errors import StreamBPError
+from .arguments import Arguments, signature_of
+from .nested_models import is_of_transformers
 
 EXPECTED = {
     "input_ids": "int64 (batch, tokens)",
@@ -49,7 +53,7 @@ def complaints(given: Arguments, model: nn.Module) -> dict[str, str]:
     if ids is not None and embeds is not None:
         return {}  # some models take both, others say so
     if ids is not None:
-        if ids.dtype not in (torch.int64, torch.int32):
+        if ids.dtype not in INTEGERS:
             odd["input_ids"] = f"{_seen('input_ids', ids)}; expected token ids, int64 or int32"
         elif ids.dim() < 2:
             odd["input_ids"] = f"{_seen('input_ids', ids)}; expected (batch, tokens)"
@@ -85,17 +89,76 @@ def _that_do_not_fit(given: Arguments, model: nn.Module, name: str, tokens: Tens
     return odd
 
 
-def _more(given: Arguments, model: nn.Module) -> dict[str, str]:
-    """What some models take, and this one may have refused."""
-    embeds, table = given.get("inputs_embeds"), getattr(model, "get_input_embeddings", lambda: None)()
-    if embeds is None:
-        return {}
-    if given.get("input_ids") is not None:
-        return {"inputs_embeds": "both input_ids and inputs_embeds are given; expected one of them"}
-    width = getattr(table, "embedding_dim", embeds.shape[-1])
-    if embeds.shape[-1] == width:
-        return {}
-    return {"inputs_embeds": f"{_seen('inputs_embeds', embeds)}; expected a hidden size of {width}"}
+def without_values(given: Arguments, model: nn.Module) -> str | None:
+    """What to say of inputs on the meta device for a model that has weights; None: there are none.
+
+    Some ops read memory that such an input does not have, and go on with whatever is there.
+
+    Args:
+        given: arguments of the call.
+        model: any model.
+    """
+    names = [n for n, v in given.tensors() if v.is_meta]
+    if not names or all(p.is_meta for p in model.parameters()):
+        return None
+    return (
+        f"{', '.join(names)} of {type(model).__name__} is on the meta device and has no values, so no step "
+        "runs. Give tensors with values, on the device of the weights"
+    )
+
+
+def _when_refused(given: Arguments, model: nn.Module) -> Iterator[str]:
+    """What may be the matter with inputs that a model has refused; others take such."""
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if ids is not None and embeds is not None:
+        yield "both input_ids and inputs_embeds are given; expected one of them"
+        return
+    tokens = ids if ids is not None else embeds
+    for name in INPUTS:
+        value = given.get(name)
+        if value is not None and not isinstance(value, Tensor):
+            yield f"{name} is of type {type(value).__name__}; expected a tensor, {EXPECTED[name]}"
+    if isinstance(tokens, Tensor) and tokens.dim() >= 2:
+        yield from _shapes_when_refused(given, tokens)
+    for name in ("num_items_in_batch", "logits_to_keep"):
+        if isinstance(given.get(name), (str, float, list)):
+            yield f"{name} is {given.get(name)!r}; expected a whole number or a tensor"
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    weight = getattr(table, "weight", None)
+    if isinstance(weight, Tensor) and weight.dim() == 2:
+        yield from _of_the_table(given, weight)
+
+
+def _shapes_when_refused(given: Arguments, tokens: Tensor) -> Iterator[str]:
+    batch, length = tokens.shape[:2]
+    if 0 in (batch, length):
+        yield f"there are {batch} sequences of {length} tokens; expected one token or more"
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if isinstance(positions, Tensor) and tuple(positions.shape) not in ((1, length), (batch, length)):
+        yield f"{_seen('position_ids', positions)}; expected (batch, tokens) = ({batch}, {length})"
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-2:] != (length, length):
+        yield (
+            f"{_seen('attention_mask', mask)}; expected a row and a column for each token, "
+            f"({batch}, 1, {length}, {length})"
+        )
+
+
+def _of_the_table(given: Arguments, weight: Tensor) -> Iterator[str]:
+    """What does not fit the table of embeddings: (tokens known, hidden size)."""
+    known, width = weight.shape
+    embeds = given.get("inputs_embeds")
+    if isinstance(embeds, Tensor) and embeds.shape[-1] != width:
+        yield f"{_seen('inputs_embeds', embeds)}; expected a hidden size of {width}"
+    elif isinstance(embeds, Tensor) and embeds.dtype != weight.dtype:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        yield f"{_seen('inputs_embeds', embeds)}; expected {dtype}, as the weights are"
+    for name, words in (("input_ids", "token ids"), ("labels", "-100 or token ids")):
+        value = given.get(name)
+        if not isinstance(value, Tensor) or value.numel() == 0 or value.dtype not in INTEGERS:
+            continue
+        odd = (value >= known) | ((value < 0) & ((value != -100) | (name == "input_ids")))
+        if bool(odd.any()):
+            yield f"{name} holds {int(value[odd][0])}; expected {words} from 0 to {known - 1}"
 
 
 def _may_be_other(name: str, value: Any) -> bool:
@@ -126,15 +189,77 @@ def explained(given: Arguments, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        odd = complaints(given, model) or _more(given, model)
+        odd = list(complaints(given, model).values()) or _matters(given, model)
         seen = [_seen(n, v) for n, v in given.tensors()]
-        words = list(odd.values()) or [", ".join(seen) or "no tensors"]
-        _add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(words)}")
+        words = odd or [", ".join(seen) or "no tensors"]
+        add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(words)}")
         raise
 
 
-def _add_note(error: Exception, note: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}",)
+@contextlib.contextmanager
+def explained_by_values(given: Arguments, model: nn.Module) -> Iterator[None]:
+    """Within: an error of a kernel gets a note if values of the inputs do not fit the model.
+
+    Args:
+        given: arguments of the call.
+        model: a model of transformers.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        ours = isinstance(error, (StreamBPError, torch.OutOfMemoryError, TorchDynamoException))
+        odd = [] if ours else _matters(given, model)
+        if odd:
+            add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(odd)}")
+        raise
+
+
+def what_does_not_fit(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
+    """What is the matter with keyword arguments of a model's forward; None: nothing that is known.
+
+    Args:
+        model: any model; the interface is known of those of transformers.
+        batch: the keyword arguments.
+    """
+    given = Arguments.of_call(model, model.forward, (), dict(batch))
+    if given is None:
+        names = ", ".join(map(repr, batch)) or "none at all"
+        return f"the arguments ({names}) do not fit the signature {signature_of(model, model.forward)}"
+    if not is_of_transformers(model, model.forward):
+        return None
+    return "; ".join(complaints(given, model).values() or _matters(given, model)) or None
+
+
+def _matters(given: Arguments, model: nn.Module) -> list[str]:
+    """What may be the matter with refused inputs; nothing where the device cannot be asked any more."""
+    try:
+        return list(_when_refused(given, model))
+    except RuntimeError:
+        return []
+
+
+def raise_its_own_error(given: Arguments, model: nn.Module, forward: Callable[..., Any]) -> None:
+    """Raise the error that a model raises of inputs, with a note, if it raises one.
+
+    NOTE [errors of the model]: what a model says of inputs that do not fit it is the right thing to say;
+    that the same inputs cannot be captured either is not. It is asked without gradients, for the memory,
+    and again with them if it fails so: a model may need them (`register_hook` of a hidden state).
+
+    Args:
+        given: arguments of the call.
+        model: the model.
+        forward: its own forward, which is called with them.
+    """
+    devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
+    for differentiated in (False, True):
+        with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(differentiated):
+            try:
+                with explained(given, model):
+                    forward(*given.positional.values(), **given.keywords)
+            except torch.OutOfMemoryError:
+                return
+            except Exception:
+                if differentiated:
+                    raise
+            else:
+                return

@@ -37,6 +37,7 @@ class StepCounts:
         reasons: how many steps were not streamed, by reason.
         began: when it became as the last step was, streamed or not, in seconds since the epoch.
         began_with: the number of the step with which it became so, from 1.
+        last: when the last step was, in seconds since the epoch.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class StepCounts:
         self.why: str | None = None
         self.reasons: dict[str, int] = {}
         self.began, self.began_with = time.time(), 0
+        self.last = self.began
         self._lock = threading.Lock()
 
     @property
@@ -65,8 +67,9 @@ class StepCounts:
         """
         with self._lock:
             self._served(inputs)
+            self.last = time.time()
             if self.total == 0 or (why is None) != (self.why is None):
-                self.began, self.began_with = time.time(), self.total + 1
+                self.began, self.began_with = self.last, self.total + 1
             self.why = why
             if why is None:
                 self.streamed += 1
@@ -74,6 +77,16 @@ class StepCounts:
             self.unstreamed += 1
             if why in self.reasons or len(self.reasons) < MOST_REASONS:
                 self.reasons[why] = self.reasons.get(why, 0) + 1
+
+    def ended(self, why: str) -> StepCounts:
+        """The same steps, after which there are no more, from now on.
+
+        Args:
+            why: there are no more.
+        """
+        found = together([self])
+        found.why, found.began, found.began_with = why, time.time(), 0
+        return found
 
     def _served(self, inputs: Sequence[Any]) -> None:
         """Take note of whose step it is."""
@@ -112,7 +125,7 @@ _counted: Registry[GraphCounts] = Registry()
 
 
 def together(counts: Iterable[StepCounts]) -> StepCounts:
-    """The steps of several: of the graphs of a model, or of models within one. The latest change counts."""
+    """The steps of several: of the graphs of a model, or of models within one. The last step counts."""
     found = StepCounts()
     parts = [c for c in counts if c.total]
     for part in parts:
@@ -121,8 +134,12 @@ def together(counts: Iterable[StepCounts]) -> StepCounts:
         for why, count in part.reasons.items():
             found.reasons[why] = found.reasons.get(why, 0) + count
     if parts:
-        latest = max(parts, key=lambda c: c.began)
-        found.why, found.began, found.began_with = latest.why, latest.began, latest.began_with
+        latest = max(parts, key=lambda c: c.last)
+        found.why, found.last = latest.why, latest.last
+        found.began, found.began_with = latest.began, latest.began_with
+        otherwise = (c.last for c in parts if c.is_streamed != latest.is_streamed)
+        if max(otherwise, default=found.began) > found.began:  # a step of another graph came between
+            found.began, found.began_with = latest.last, found.total
     return found
 
 

@@ -21,11 +21,12 @@ class Status:
         door: what streams it, "transform" or "torch.compile"; None: nothing does.
         streamed: the last training step was streamed.
         since: when it became so, streamed or not; None: there was no training step.
-        since_step: the number of the training step with which it became so, from 1; None: there was none.
+        since_step: the number of the training step with which it became so, from 1; None: it was no step.
         why_not: why the last step was not streamed, or why there was none; None if it was.
         reasons: how many steps were not streamed, by reason.
-        streamed_steps, unstreamed_steps: training steps since `transform`. Under `torch.compile` calls of
-            compiled graphs that have a gradient; a model whose graph is cut has several of them in a step.
+        streamed_steps, unstreamed_steps: training steps from `transform` to `restore`. Under `torch.compile`
+            calls of compiled graphs that have a gradient; a model whose graph is cut has several of them in a
+            step.
         part: what alone is streamed, if it is not the whole model: its backbone, under a forward that
             somebody has put over the model's own.
         schedule: of the graph that was compiled last; None: there is none.
@@ -60,7 +61,8 @@ class Status:
             return "not streamed"
         word = "streamed" if self.streamed else "not streamed"
         by = f" by {self.door}" if self.streamed else ""
-        return f"{word}{by} since {self.since:%Y-%m-%d %H:%M:%S} (training step {self.since_step})"
+        step = "" if self.since_step is None else f" (training step {self.since_step})"
+        return f"{word}{by} since {self.since:%Y-%m-%d %H:%M:%S}{step}"
 
 
 def _short(text: str) -> str:

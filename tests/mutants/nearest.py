@@ -92,6 +92,10 @@ OF_PICKED = {
         "tests/e2e/models/test_autocast.py",
     ],
     "streambp_fx/dynamo/skipped_frames.py": ["tests/e2e/guards/test_bypasses.py"],
+    "streambp_fx/dynamo/each_frame.py": [
+        "tests/e2e/guards/test_bypasses.py",
+        "tests/e2e/inputs/test_messages.py",
+    ],
     "passes/s3_cut/segment.py": [
         "tests/passes/s3_cut/test_segment.py",
         "tests/e2e/models/test_custom_functions.py",

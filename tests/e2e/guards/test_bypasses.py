@@ -14,6 +14,7 @@ from torch import nn
 
 import streambp_fx
 from streambp_fx import StreamBPWarning, restore, status, transform
+from streambp_fx.dynamo import each_frame
 
 OPTIONS = {"chunk": 16, "loss_chunk": 16, "check": "never"}
 BATCH = plain(2, 40)
@@ -221,6 +222,37 @@ def test_a_graph_that_serves_two_models_is_found_by_both() -> None:
     assert first.streamed_steps == second.streamed_steps == 4
 
 
+# ---- many graphs of one function
+
+
+class Scaled(nn.Module):
+    """A graph for each scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("llama", num_hidden_layers=1)
+
+    def forward(self, scale: str, **given: Any) -> Any:
+        out = self.model(**given)
+        out.loss = out.loss * float(scale)
+        return out
+
+
+def test_more_graphs_than_dynamo_compiles_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Scaled()
+    call = torch.compile(model, backend="streambp", options=OPTIONS)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert not [said for k in range(4) for said in train(call, 1, scale=str(k))]
+        assert (status(model).streamed_steps, status(model).unstreamed_steps) == (4, 0)
+        monkeypatch.setattr(each_frame, "RECOMPILE_LIMIT", 4)
+        (said,) = train(call, 1, scale="5")
+        assert "has 4 graphs" in said and 'TORCH_LOGS="recompiles"' in said
+        found = status(model)
+        assert not found.streamed and found.why_not == said and found.unstreamed_steps == 1
+        train(call, 1, scale="2")
+        assert status(model).streamed and status(model).streamed_steps == 5
+
+
 # ---- what stays unstreamed is said once
 
 
@@ -232,6 +264,24 @@ def test_evaluation_mode_is_said_if_it_is_differentiated() -> None:
     assert "evaluation mode" in said and "model.train()" in said
     found = status(model)
     assert not found.streamed and found.unstreamed_steps == 3 and found.why_not == said
+
+
+def test_evaluation_mode_under_another_compiler() -> None:
+    model = tiny().eval()
+    call = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        assert train_without(call) == []
+    (said,) = train(call, 3)
+    assert "evaluation mode" in said and "another compiler" in said and "model.train()" in said
+    assert train(call.train(), 2) == [] and status(model).streamed_steps == 2
+
+
+def train_without(call: Callable[..., Any]) -> list[str]:
+    """One forward; what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(**BATCH)
+    return [str(w.message) for w in caught if issubclass(w.category, StreamBPWarning)]
 
 
 def test_without_a_compiler() -> None:
@@ -313,6 +363,47 @@ def test_status_as_text() -> None:
     text = str(status(model))
     assert text.startswith("streamed by transform since 20") and "(training step 1)" in text
     assert "2 streamed, 0 unstreamed" in text and "last schedule: Schedule of" in text
+
+
+class Around(nn.Module):
+    """A wrapper."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = model
+
+    def forward(self, **given: Any) -> Any:
+        return self.wrapped(**given)
+
+
+@pytest.mark.parametrize("wrapper", [Around, nn.DataParallel])
+def test_status_of_a_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    model = tiny()
+    around = wrapper(model)
+    assert status(around).why_not == "no training step has come to it"
+    train(model, 2)
+    found = status(around)
+    assert (found.door, found.streamed, found.streamed_steps, found.part) == ("transform", True, 2, None)
+    assert found.schedule is status(model).schedule is not None
+
+
+def test_status_after_it_was_restored() -> None:
+    model = tiny()
+    restore(model)
+    assert "put back" in (status(model).why_not or "") and status(model).since is None
+    train(transform(model, **OPTIONS), 2)
+    restore(model)
+    found = status(model)
+    assert (found.door, found.streamed, found.streamed_steps) == (None, False, 2)
+    assert (
+        "put back" in (found.why_not or "")
+        and found.since is not None
+        and "(" not in str(found).split("\n")[0]
+    )
+    train(model, 1)
+    assert status(model).streamed_steps == 2
+    transform(model, **OPTIONS)
+    assert status(model).streamed_steps == 0 and status(model).door == "transform"
 
 
 def test_a_forward_that_was_put_over_it() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,39 @@ REFUSED = {
 }
 
 
+MASK = torch.ones(2, 1, 24, 9).bool()
+# Such as another model might take: what was expected is said when the model has refused it.
+REFUSED_LATER = {
+    "a mask of other columns": Bad(
+        batch(attention_mask=MASK),
+        "attention_mask is bool (2, 1, 24, 9); expected a row and a column",
+    ),
+    "a mask of numpy": Bad(
+        batch(attention_mask=torch.ones(2, 24).numpy()),
+        "attention_mask is of type ndarray; expected",
+    ),
+    "positions of one dim": Bad(
+        batch(position_ids=torch.arange(24)),
+        "position_ids is int64 (24,); expected (batch, tokens)",
+    ),
+    "positions of three sequences": Bad(
+        batch(position_ids=torch.arange(24).expand(3, 24)),
+        "position_ids is int64 (3, 24); expected (batch,",
+    ),
+    "a count that is a word": Bad(
+        batch(num_items_in_batch="3"), "num_items_in_batch is '3'; expected a whole number or a tensor"
+    ),
+    "logits to keep by a word": Bad(batch(logits_to_keep="all"), "logits_to_keep is 'all'; expected a whole"),
+    "no tokens": Bad(
+        batch(input_ids=IDS[:, :0], labels=IDS[:, :0]),
+        "there are 2 sequences of 0 tokens; expected one",
+    ),
+    "no sequences": Bad(
+        batch(input_ids=IDS[:0], labels=IDS[:0]), "there are 0 sequences of 24 tokens; expected one"
+    ),
+}
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
@@ -106,12 +140,33 @@ def raised(model: Any, given: dict[str, Any]) -> Exception:
     return AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("on_error", ["eager", "raise"])
-def test_the_model_s_own_error_with_a_note(on_error: str) -> None:
+def transformed(model: Any) -> Any:
+    return streambp_fx.transform(model, chunk=16)
+
+
+def transformed_strictly(model: Any) -> Any:
+    return streambp_fx.transform(model, chunk=16, on_error="raise")
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="streambp", options={"chunk": 16})
+
+
+def compiled_strictly(model: Any) -> Any:
+    return torch.compile(
+        model, backend="streambp", options={"chunk": 16, "on_error": "raise"}, fullgraph=True
+    )
+
+
+DOORS = (transformed, transformed_strictly, compiled, compiled_strictly)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_model_s_own_error_with_a_note(door: Callable[[Any], Any]) -> None:
     """Word for word, not chained to an error of a capture; and what was wrong in it, in a note."""
-    eager, streamed = small(), streambp_fx.transform(small(), chunk=16, on_error=on_error)
+    eager, streamed = small(), door(small())
     wrong = []
-    for name, bad in REFUSED.items():
+    for name, bad in {**REFUSED, **REFUSED_LATER}.items():
         want, got = raised(eager, bad.batch), raised(streamed, bad.batch)
         noted = "\n".join(getattr(got, "__notes__", [])) or str(got)
         same = type(got) is type(want) and str(want) in str(got)
@@ -121,6 +176,16 @@ def test_the_model_s_own_error_with_a_note(on_error: str) -> None:
             wrong.append(f"{name}: chained to {got.__cause__ or got.__context__!r}")
     assert not wrong, "\n".join(wrong)
     assert len(REFUSED) >= 25 and streambp_fx.status(streamed).streamed_steps == 0
+    streamed(**batch()).loss.backward()
+    assert streambp_fx.status(streamed).streamed_steps == 1
+
+
+@pytest.mark.parametrize("door", [transformed, compiled])
+@pytest.mark.parametrize("name", ["input_ids", "labels", "attention_mask", "position_ids"])
+def test_inputs_without_values(door: Callable[[Any], Any], name: str) -> None:
+    """Some ops read memory that a tensor on the meta device does not have: eager gives any loss."""
+    with pytest.raises(streambp_fx.InputError, match=rf"{name} of Llama.* is on the meta device and has no"):
+        door(small())(**batch(**{name: IDS.to("meta")}))
 
 
 def test_a_good_step_after_a_bad_one_is_streamed() -> None:
@@ -150,13 +215,23 @@ def test_odd_inputs_that_the_model_takes() -> None:
     assert found.unstreamed_steps == 3 and found.streamed_steps == 1
 
 
+@pytest.mark.parametrize("door", [transformed, compiled])
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_values_out_of_range_are_an_error(name: str) -> None:
+def test_values_out_of_range_are_an_error(door: Callable[[Any], Any], name: str) -> None:
     """Which values there are is not asked, which would wait for the device: kernels refuse them."""
-    model = streambp_fx.transform(small(), chunk=16, check="never")
     bad = IDS.clone()
     bad[1, 20] = VOCAB
-    assert isinstance(raised(model, batch(**{name: bad})), (IndexError, RuntimeError))
+    found = raised(door(small()), batch(**{name: bad}))
+    assert isinstance(found, (IndexError, RuntimeError))
+    noted = "\n".join(getattr(found, "__notes__", [])) or str(found)
+    holds, up_to = f"{name} holds {VOCAB}; expected", f"{name} from {int(IDS.min())} to {VOCAB}"
+    assert (holds if door is transformed else up_to) in noted
+
+
+def test_a_dtype_that_weights_do_not_have() -> None:
+    found = raised(transformed(small().float()), batch(input_ids=None, inputs_embeds=EMBEDS))
+    noted = "\n".join(getattr(found, "__notes__", [])) or str(found)
+    assert "inputs_embeds is float64 (2, 24, 32); expected float32, as the weights are" in noted
 
 
 class Own(nn.Module):
@@ -179,6 +254,29 @@ def test_other_interfaces_are_not_judged() -> None:
         warnings.simplefilter("always")
         model(IDS, labels=torch.zeros(2, dtype=torch.long)).backward()
     assert not [w for w in said if "expected" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (batch(labels=IDS[:, :9]), "labels is int64 (2, 9); expected (batch, tokens) = (2, 24)"),
+        (batch(num_items_in_batch="3"), "num_items_in_batch is '3'; expected a whole number"),
+        ({}, "there are no tokens; expected input_ids or inputs_embeds"),
+        (None, 'batch must be a dictionary of the arguments of the model\'s forward, such as {"input_ids":'),
+    ],
+)
+def test_batches_that_are_traced(given: Any, words: str) -> None:
+    """Nothing is run, so it is not the model that says what is wrong."""
+    with pytest.raises(streambp_fx.InputError, match=re.escape(words)):
+        streambp_fx.trace(small(), given)
+
+
+def test_what_is_no_module() -> None:
+    for function in (streambp_fx.schedule, streambp_fx.restore, streambp_fx.status):
+        with pytest.raises(TypeError, match=rf"{function.__name__} needs a torch.nn.Module, not int"):
+            function(3)  # type: ignore[operator]
+    with pytest.raises(streambp_fx.CaptureError, match="explain needs a torch"):
+        streambp_fx.explain(3, 64)  # type: ignore[arg-type]
 
 
 def test_weights_without_values() -> None:
