@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from .choosing.saving import Space
 from .cost.step import StepCost
-from .errors import StreamBPWarning
+from .errors import warn
 from .options import AUTO_CHUNK, CHUNK_SIZES, LONGER_CHUNKS, Options, chunk_sizes
 from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
@@ -196,12 +195,10 @@ class AutoExecutor:
         if peak > budget:
             auto = "" if self.options.chooses else ', policy="auto"'
             less = f'A smaller chunk{auto} or offload="disk" takes'
-            warnings.warn(
+            warn(
                 f"memory={self.options.memory!r} does not fit a step of {tokens} tokens: by the cost model "
                 f"its activations take {readable(peak)} with {found.policy}, chunk {found.rows} and loss "
-                f"chunk {found.loss_rows}. The step runs all the same. {less} less",
-                StreamBPWarning,
-                stacklevel=2,
+                f"chunk {found.loss_rows}. The step runs all the same. {less} less"
             )
 
     def _pieces(self, inputs: Sequence[Any]) -> dict[int, int]:

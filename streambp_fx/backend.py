@@ -28,7 +28,7 @@ from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.skipped_frames import warn_of_skipped_frames
 from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame, unwrapped
-from .errors import CompileError
+from .errors import CompileError, warn
 from .models.experts import declare_experts
 from .models.padding_masks import trace_padding_masks
 from .models.recorded_outputs import trace_recorders
@@ -59,7 +59,6 @@ from .unstreamed import (
     Otherwise,
     Unstreamed,
     explain_unstreamed,
-    warn,
     warn_of_unknown_names,
     warn_unchunked,
     why_whole,

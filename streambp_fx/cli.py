@@ -12,13 +12,20 @@ from .commands.step_arguments import add_step_without_weights, at_least
 from .units import CHOICES
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to what is said of an argument that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
         help="fine-tune a small pretrained model streamed, and compare with gradient checkpointing",
         description="Fine-tune a causal language model for a few steps with the streamed training step, "
         "then measure memory, time and gradients against Hugging Face gradient checkpointing.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
     )
     demo.add_argument("--seq-len", type=at_least(2), default=3072, metavar="N", help="tokens of the sequence")
     demo.add_argument(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class StreamBPError(RuntimeError):
     """Base of the errors raised by this package while it compiles or runs a model."""
@@ -45,3 +48,16 @@ class OffloadError(StreamBPError):
 
 class StreamBPWarning(UserWarning):
     """Some region of the model runs unchunked. The gradient is exact; the memory saving is smaller."""
+
+
+# Between a line of the user's and a warning: this project, and what calls models.
+_PACKAGES = (__name__.split(".")[0], "torch", "transformers", "accelerate", "peft", "trl")
+_CALLERS = {*_PACKAGES, "contextlib", "functools"}
+
+
+def warn(text: str) -> None:
+    """Give a `StreamBPWarning` at the line of the user's that led to it, such as `trainer.train()`."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _CALLERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, StreamBPWarning, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from .passes.graph.facts import Facts, sum_dtype, tensors_of
 from .passes.s3_cut.policy import Policy
 from .passes.step.saving import Saving
-from .units import CHOICES, parse_bytes
+from .units import CHOICES, did_you_mean, parse_bytes
 
 # Tokens of a loss chunk, of all sequences together: logits of 256 tokens stay small, and the head's weight
 # gradient (vocabulary x hidden size) is not rewritten too often. Products of more are faster, so these are
@@ -181,8 +180,7 @@ class Options:
         valid = [f.name for f in fields(Options) if not f.metadata.get("internal")]
         for name in given:
             if name not in valid:
-                near = difflib.get_close_matches(name, valid, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, valid)
                 raise ValueError(f"unknown option {name!r}; valid options: {', '.join(valid)}.{hint}")
         return Options(**given)
 

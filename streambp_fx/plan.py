@@ -18,8 +18,8 @@ from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import StepCost
 from .errors import PlanError
 from .explain import captured, positions_of
-from .models.by_name import known_models as known_models
 from .models.by_name import model_on_meta
+from .models.known import known_models as known_models
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .planning.engines import Engine, engine_for
@@ -395,5 +395,7 @@ def _longest(peak: Callable[[int], float], budget: int) -> int:
 
 def _gib(count: float) -> str:
     """Rounded up: memory that is said to be enough has to be."""
+    if count < 2**20:
+        return f"{count:,.0f} bytes"
     unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(count / unit * 100) / 100:.2f} {name}"

@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import types
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +26,7 @@ from .dynamo.each_frame import RECOMPILE_LIMIT
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
 from .dynamo.this_backend import beside_the_trace, is_traced_for_us
-from .errors import CaptureError, CompileError, StreamBPWarning
+from .errors import CaptureError, CompileError, warn
 from .forwards.lower import Lower, NotStreamed, lowered, stream
 from .forwards.unstreamed_steps import UnstreamedSteps, all_forwards, resting, said_while_traced
 from .models.adapters import lengthens_sequence, prepare_tracing
@@ -114,7 +113,7 @@ class StreamedForward(UnstreamedSteps):
             return self._train(given)
         output = self.original(*args, **kwargs)  # an error, as a rule, which is the model's own to raise
         why = f"the arguments do not fit the signature {self.__signature__}: this step runs unstreamed"
-        _warn(why)
+        warn(why)
         self.counts.note(why)
         return output
 
@@ -153,7 +152,7 @@ class StreamedForward(UnstreamedSteps):
         of the model, its streamed forward among them. A step on them is the unstreamed one, of the copy.
         """
         if self.active and module.training and torch.is_grad_enabled():
-            _warn(
+            warn(
                 f"a shallow copy of a transformed {type(module).__name__} runs unstreamed: transform it, too"
             )
         forward = self.original if self.had_forward else types.MethodType(type(module).forward, module)
@@ -341,7 +340,3 @@ class StreamedForward(UnstreamedSteps):
                 return  # it comes again when it has been checked
         if self.verbose:
             print(schedule.for_length())
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, StreamBPWarning, stacklevel=4)

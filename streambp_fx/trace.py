@@ -20,6 +20,7 @@ from .passes.pipeline.log import masks_text, observed, program_text
 from .passes.s5_lower.lower import PROGRAM_PASSES, Lowering
 from .passes.s6_schedule.transforms import STEP_PASSES, Scheduling
 from .schedule import Schedule
+from .units import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,4 @@ def diff(before: str, after: str, before_name: str = "before", after_name: str =
 
 
 def _unknown(name: object, valid: list[str]) -> str:
-    near = difflib.get_close_matches(str(name), valid, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"no pass is called {name!r}; the passes are {', '.join(valid)}.{hint}"
+    return f"no pass is called {name!r}; the passes are {', '.join(valid)}.{did_you_mean(str(name), valid)}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Sequence
 
 # Of options that are one of a few words, those. Nothing here imports PyTorch: the command line reads them.
 CHOICES = {
@@ -51,3 +53,10 @@ def readable_work(flops: float) -> str:
             return f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TFLOP"
+
+
+def did_you_mean(name: str, valid: Sequence[str]) -> str:
+    """ " Did you mean 'x'?", with the name that is nearest to one that there is not; "" if none is near."""
+    lower = {v.lower(): v for v in valid}
+    near = difflib.get_close_matches(name.lower(), lower, 1, cutoff=0.5)
+    return f" Did you mean {lower[near[0]]!r}?" if near else ""

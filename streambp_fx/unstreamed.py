@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from .dynamo.this_backend import goes_on_behind
-from .errors import StreamBPWarning
+from .errors import warn
 from .passes.graph.facts import Facts, Segment
 from .passes.graph.sources import source_line, source_name
 from .passes.graph.symbols import Lengths
@@ -143,8 +142,3 @@ def why_whole(segment: Segment) -> str:
     if refused is None:
         return segment.reason or "nothing is known of its rows"
     return f"{op_name(refused.target)}: {segment.reason} ({source_line(refused)})"
-
-
-def warn(text: str) -> None:
-    """Give a `StreamBPWarning` at the line that called who calls this."""
-    warnings.warn(text, StreamBPWarning, stacklevel=3)

@@ -2,13 +2,16 @@
 
 import io
 import json
+import runpy
 import sys
 
 import pytest
 from rich.console import Console
 
+import streambp_fx
 from streambp_fx.cli import build_parser, main
 from streambp_fx.commands.demo import DemoOptions, run_demo
+from streambp_fx.models.known import known_models
 from streambp_fx.show import progress
 
 TINY = {
@@ -82,12 +85,40 @@ def test_a_folder_without_a_config(capsys, tmp_path):
     assert "no config.json" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "said"), [([], "demo"), (["demo"], "demo"), (["verify"], "MODEL")])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plan", "qwen3-7b", "--seq-len", "64"], "Did you mean 'Qwen3-8B'?"),
+        (["recipe", "sft"], "Did you mean 'sft-lora'?"),
+    ],
+)
+def test_names_that_are_nearly_right(capsys, argv, said):
+    assert main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_is_a_module_that_can_be_run(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["streambp_fx", "--version"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("streambp_fx", run_name="__main__")
+    assert exit_.value.code == 0 and streambp_fx.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([], "demo"),
+        (["demo"], "demo"),
+        (["verify"], "MODEL"),
+        *((["plan"], name) for name in known_models()),
+    ],
+)
 def test_help(capsys, command, said):
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])
     assert exit_.value.code == 0
-    assert said in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert said in shown and "None" not in shown
 
 
 def test_a_failed_step_is_an_error_and_not_a_traceback(capsys, config, monkeypatch):

@@ -40,7 +40,7 @@ LAYERS = [
         "trace",
         "integrations",
     ),
-    *("verifying", "verify", "", "measure", "report", "recipes", "commands", "cli"),
+    *("verifying", "verify", "", "measure", "report", "recipes", "commands", "cli", "__main__"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Which versions are refused, and how."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from streambp_fx.versions import (
     release,
     require,
 )
+
+PAGE = Path(__file__).parents[1] / "docs" / "versions.md"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def test_too_old(name, found, minimum):
 
 def test_the_message_names_the_tested_version():
     with pytest.raises(
-        ImportError, match=r"needs PyTorch >= 2\.11 \(tested with 2\.13\), but found 2\.10\.0"
+        ImportError, match=r"needs PyTorch >= 2\.11 \(tested with 2\.11 to 2\.15\), but found 2\.10\.0"
     ):
         require("torch", "2.10.0", MINIMUM["torch"])
 
@@ -65,6 +68,14 @@ def test_missing_and_unreadable():
 def test_this_environment_is_supported():
     check_versions()
     assert MINIMUM.keys() == TESTED.keys()
+
+
+def test_what_was_tested_is_what_the_page_shows():
+    rows = re.findall(r"^\| (\d[\d.]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE.read_text(), re.M)
+    for name, column in zip(("python", "torch", "transformers"), zip(*rows, strict=True), strict=True):
+        versions = sorted({release(v)[:2] for v in column})
+        first, last = (".".join(map(str, v)) for v in (versions[0], versions[-1]))
+        assert TESTED[name] == f"{first} to {last}"
 
 
 def test_check_names_what_is_too_old(monkeypatch):

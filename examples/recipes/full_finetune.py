@@ -42,7 +42,7 @@ def train(
             num_train_epochs=1,
             max_steps=max_steps,
             bf16=torch.cuda.is_available(),  # mixed precision
-            gradient_checkpointing=False,  # streaming does without
+            activation_checkpointing=False,  # streaming does without
             logging_steps=1,
             report_to="none",
             save_only_model=True,

@@ -45,7 +45,7 @@ def train(
             num_train_epochs=1,
             max_steps=max_steps,
             bf16=False,  # layers compute in the dtype of their weights, and the adapters in float32
-            gradient_checkpointing=False,  # streaming does without
+            activation_checkpointing=False,  # streaming does without
             logging_steps=1,
             report_to="none",
         ),

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..errors import RecipeError
-from ..units import readable
+from ..units import did_you_mean, readable
+from ..versions import release
 
 PACKAGE = f"{__package__.split('.')[0]}.recipes"
+# From this release on TrainingArguments has `activation_checkpointing`.
+TRANSFORMERS = "5.23"
+# Characters of the data that are looked at before training, some tenths of a second.
+LOOKED_AT = 2**26
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,19 @@ class Recipe:
         """The function `train` of the script.
 
         Raises:
-            RecipeError: a package that the script imports is not installed.
+            RecipeError: a package that the script imports is not installed, or too old.
         """
         missing = [p for p in self.packages if importlib.util.find_spec(p) is None]
         if missing:
             raise RecipeError(
                 f"{self.name} needs packages that are not installed: {sys.executable} -m pip install "
                 + " ".join(missing)
+            )
+        found = importlib.metadata.version("transformers")
+        if release(found) < release(TRANSFORMERS):
+            raise RecipeError(
+                f"the recipes need transformers {TRANSFORMERS} or later, and {found} is installed: "
+                f"{sys.executable} -m pip install --upgrade transformers"
             )
         return importlib.import_module(f"{PACKAGE}.{self.file.removesuffix('.py')}").train
 
@@ -150,7 +162,10 @@ def find(name: str) -> Recipe:
     for recipe in RECIPES:
         if recipe.name == asked:
             return recipe
-    raise RecipeError(f"no recipe is called {name!r}: there are {', '.join(r.name for r in RECIPES)}")
+    names = [r.name for r in RECIPES]
+    raise RecipeError(
+        f"no recipe is called {name!r}: there are {', '.join(names)}.{did_you_mean(asked, names)}"
+    )
 
 
 def checked_model(source: str | None, recipe: Recipe) -> Path:
@@ -176,10 +191,11 @@ def checked_model(source: str | None, recipe: Recipe) -> Path:
 
 
 def checked_data(source: str | None, recipe: Recipe) -> Path:
-    """The file of the data, after a look at its first line.
+    """The file of the data, after a look at its lines, the first `LOOKED_AT` characters of them.
 
     Raises:
-        RecipeError: it is not given, there is no such file, or its first line is not what the recipe reads.
+        RecipeError: it is not given, there is no such file, it is empty, or a line is not what the recipe
+            reads.
     """
     wanted = " or ".join("{" + ", ".join(f'"{f}": ...' for f in fields) + "}" for fields in recipe.fields)
     if source is None:
@@ -187,18 +203,42 @@ def checked_data(source: str | None, recipe: Recipe) -> Path:
     path = Path(source).expanduser()
     if not path.is_file():
         raise RecipeError(f"--data {source}: no such file")
-    try:
-        with path.open(encoding="utf-8") as lines:
-            first = json.loads(next((line for line in lines if line.strip()), ""))
-    except ValueError as error:
-        raise RecipeError(
-            f"--data {source}: its first line is no JSON ({error}); wanted: {wanted}"
-        ) from error
-    found = set(first) if isinstance(first, dict) else set()
-    if not any(found >= set(fields) for fields in recipe.fields):
-        has = f"the fields {', '.join(sorted(found))}" if found else f"a {type(first).__name__}"
-        raise RecipeError(f"--data {source}: its first line has {has}; wanted: {wanted}")
+    fields: tuple[str, ...] | None = None
+    for number, line in _lines(path):
+        said = _complaint(line, recipe.fields if fields is None else (fields,))
+        if said is not None:
+            others = "" if fields is None else f", as in the lines before: {{{', '.join(fields)}}}"
+            raise RecipeError(f"--data {source}: line {number} {said}; wanted: {wanted}{others}")
+        if fields is None:
+            fields = next(f for f in recipe.fields if set(json.loads(line)) >= set(f))
+    if fields is None:
+        raise RecipeError(f"--data {source}: the file has no line; wanted: {wanted}")
     return path
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are not empty, with their numbers from 1."""
+    left = LOOKED_AT
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
+            left -= len(line)
+            if left < 0:
+                return
+
+
+def _complaint(line: str, wanted: Sequence[tuple[str, ...]]) -> str | None:
+    """What a line of the data is, if it is not an object with all of one of these tuples of fields."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        return f"is no JSON ({error})"
+    if not isinstance(found, dict):
+        return f"is no object, but of type {type(found).__name__}"
+    if any(set(found) >= set(fields) for fields in wanted):
+        return None
+    return f"has the fields {', '.join(sorted(found)) or '(none)'}"
 
 
 def _check_settings(recipe: Recipe, train: Callable[..., Any], settings: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from ..models.known import known_models
 from ..units import CHOICES
 
 
@@ -31,7 +32,8 @@ def add_step_without_weights(
         "model",
         metavar="MODEL",
         nargs=None if model_required else "?",
-        help="Qwen3-4B, -8B, -14B, -32B, Llama-3.1-8B, a directory with config.json, or a config.json file",
+        help="a directory with config.json, a config.json file, or one of the models that are known by name: "
+        + ", ".join(known_models()),
     )
     command.add_argument(
         "--seq-len", type=at_least(2), required=length_required, metavar="N", help="tokens of each sequence"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from types import CodeType, FrameType
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch._dynamo.types import FrameAction
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 from torch.utils._pytree import tree_leaves
 
-from ..errors import StreamBPWarning
+from ..errors import warn
 from ..runtime.segments.dispatch_modes import active_modes
 from ..runtime.step_counts import StepCounts, counts_of
 from .messages import reason_and_line
@@ -50,12 +49,10 @@ def warn_of_mode(compiler: CatchErrorsWrapper) -> None:
         return
     compiler.streambp_said = True  # type: ignore[attr-defined]
     names = ", ".join(name for name, _ in active_modes())
-    warnings.warn(
+    warn(
         f"this step runs unstreamed: {names} is active, and Dynamo compiles nothing within a dispatch mode. "
         "It does not try the function again in later steps: leave the mode, call torch._dynamo.reset(). "
-        "streambp_fx.transform(model) streams within modes that only observe",
-        StreamBPWarning,
-        stacklevel=3,
+        "streambp_fx.transform(model) streams within modes that only observe"
     )
 
 
@@ -77,7 +74,7 @@ def warn_of_limit(found: Any, frame: Any, limit: int) -> None:
     )
     for counts in counts_of_call(frame):
         counts.note(why)
-    warnings.warn(why, StreamBPWarning, stacklevel=3)
+    warn(why)
 
 
 def counts_of_call(frame: Any) -> list[StepCounts]:
@@ -113,11 +110,9 @@ def _code_for_us(frame: FrameType | None) -> CodeType | None:
 def _warn(code: CodeType, error: BaseException) -> None:
     reason, where = reason_and_line(error)
     name = getattr(code, "co_qualname", code.co_name)
-    warnings.warn(
+    warn(
         f"{name} runs unstreamed: a graph of it ends where Dynamo cannot go on, as within a loop, so Dynamo "
         "compiles nothing of the function, but for other functions that it calls.\n"
         f"{reason}\nThe line is:\n  {where}\n"
-        "Rewrite that line, or move it out of the loop. With fullgraph=True this is an error",
-        StreamBPWarning,
-        stacklevel=2,
+        "Rewrite that line, or move it out of the loop. With fullgraph=True this is an error"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from ..errors import CaptureError, InputError, StreamBPError, StreamBPWarning
+from ..errors import CaptureError, InputError, StreamBPError, warn
 from ..models.arguments import Arguments, signature_of, without_cache
 from ..models.checkpointing import layers_checkpointed, may_be_checkpointed
 from ..models.inputs import complaints, explained, raise_its_own_error, without_values
@@ -106,7 +105,7 @@ class UnstreamedSteps:
         """Warn of a reason, once."""
         if why not in self._said:
             self._said.add(why)
-            warnings.warn(why, StreamBPWarning, stacklevel=5)
+            warn(why)
 
     def through_others(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A forward that others have put over the model's, or an adapter's: the model within it streams."""
@@ -141,7 +140,7 @@ class UnstreamedSteps:
 
     def unstreamed(self, why: str, given: Arguments) -> Any:
         """The model as it is, with the models within it, because of an argument that cannot be streamed."""
-        warnings.warn(f"{why}: this step runs unstreamed", StreamBPWarning, stacklevel=5)
+        warn(f"{why}: this step runs unstreamed")
         self.counts.note(f"{why}: this step runs unstreamed")
         with self.alone():
             return self.original(*given.positional.values(), **given.keywords)
@@ -183,7 +182,7 @@ class UnstreamedSteps:
         why = f"{error}\nThe model runs unstreamed{CHECKPOINTED if self.may_checkpoint() else ''}."
         self._not_captured[given.names] = why
         self.counts.note(why)
-        warnings.warn(why, StreamBPWarning, stacklevel=5)
+        warn(why)
         return output
 
     def check_first(self, given: Arguments) -> None:

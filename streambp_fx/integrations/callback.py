@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from ..errors import StreamBPWarning
+from ..errors import warn
 from ..options import Options
 from ..schedule import Schedule
 from ..transform import restore, schedules, status, transform
@@ -99,9 +98,7 @@ class StreamBPCallback(TrainerCallback):
         found = status(self._transformed) if self._transformed is not None else None
         self.close()
         if found is not None and not found.streamed_steps:
-            warnings.warn(
-                f"no step of this training was streamed: {found.why_not}", StreamBPWarning, stacklevel=2
-            )
+            warn(f"no step of this training was streamed: {found.why_not}")
 
     def close(self) -> None:
         """Restore the model, if this callback has transformed it. To be called after training that raised."""

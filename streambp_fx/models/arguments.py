@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import types
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import numpy
 import torch
 from torch import nn
 
-from ..errors import StreamBPWarning
+from ..errors import warn
 
 # Inputs of a Hugging Face causal language model whose last or second dim is the sequence, by name.
 SEQUENCE_DIMS = {"inputs_embeds": 1, "input_ids": 1, "attention_mask": 1, "labels": 1, "position_ids": -1}
@@ -191,7 +190,7 @@ def without_cache(given: Arguments, model: nn.Module, signature: inspect.Signatu
     if "use_cache" in given.positional or not _takes_cache(model, signature):
         return given
     if _documents_meet(given, model):
-        warnings.warn(DOCUMENTS_MEET, StreamBPWarning, stacklevel=6)
+        warn(DOCUMENTS_MEET)
         return given
     return given.with_keywords(use_cache=False)
 

@@ -9,15 +9,11 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
+from ..units import did_you_mean
+from .known import known_models
 
 PACKAGE = __package__.split(".")[0]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def known_models() -> list[str]:
-    """Names of the models whose configs come with the package."""
-    folder = resources.files(PACKAGE) / "configs"
-    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
 
 
 def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:
@@ -54,7 +50,7 @@ def _config_file(source: str) -> Path:
             return Path(str(resources.files(PACKAGE) / "configs" / f"{known}.json"))
     raise PlanError(
         f"model {source!r}: no such file or directory, and none of the models that are known by name "
-        f"({', '.join(known_models())})"
+        f"({', '.join(known_models())}).{did_you_mean(source.rsplit('/', 1)[-1], known_models())}"
     )
 
 

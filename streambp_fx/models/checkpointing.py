@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..dynamo.hooks import Hooks
-from ..errors import StreamBPWarning
+from ..errors import warn
 
 # The switch that transformers has on its layers.
 SWITCH = "gradient_checkpointing"
@@ -48,7 +47,7 @@ class TakeOver:
         on = [m for m in model.modules() if getattr(m, SWITCH, False) is True]
         if on and not self._said:
             self._said = True
-            warnings.warn(TAKEN_OVER, StreamBPWarning, stacklevel=6)
+            warn(TAKEN_OVER)
         hooked = [(m._forward_hooks, dict(m._forward_hooks)) for m in model.modules() if _is_hooked(m)]
         for module in on:
             setattr(module, SWITCH, False)

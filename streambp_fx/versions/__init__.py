@@ -10,9 +10,9 @@ import importlib.metadata
 import platform
 import re
 
-#: Oldest versions that are accepted, and the ones that the tests are run with.
+#: Oldest versions that are accepted, and from which to which `make compat` was run (docs/versions.md).
 MINIMUM = {"python": "3.10", "torch": "2.11", "transformers": "5"}
-TESTED = {"python": "3.11", "torch": "2.13", "transformers": "5.23"}
+TESTED = {"python": "3.10 to 3.13", "torch": "2.11 to 2.15", "transformers": "5.0 to 5.24"}
 
 _TITLES = {"python": "Python", "torch": "PyTorch", "transformers": "transformers"}
 

@@ -308,6 +308,21 @@ def test_a_compiler_that_is_switched_off(name: str | None, monkeypatch: pytest.M
             streambp_fx.explain(model, 64)
 
 
+@pytest.mark.parametrize("door", ["transform", "compile", "wrapper"])
+def test_warnings_name_the_line_of_the_user(door: str) -> None:
+    """Not one of this project's, of PyTorch's or of transformers'."""
+    model = build("llama", num_hidden_layers=1)
+    options = {**OPTIONS, "offload": "host"}
+    call = transform(model, **options) if door != "compile" else None
+    call = torch.compile(model, backend="streambp", options=options) if call is None else call
+    call = Around(model) if door == "wrapper" else call
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(**BATCH).loss.backward()
+    (said,) = (w for w in caught if issubclass(w.category, StreamBPWarning))
+    assert said.filename == __file__, said
+
+
 def test_hidden_states_are_asked_for() -> None:
     model = tiny()
     train(model, 1)
