@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--sweep", action="append", choices=sorted(AXES), help="vary one size; repeatable")
     what.add_argument("--values", metavar="N,N", help="the sizes of a sweep")
     what.add_argument("--budget", default="2GiB", metavar="SIZE", help="memory of the case batch (2GiB)")
+    what.add_argument(
+        "--frontier", action="store_true", help="what memory buys: ours by memory=, and every peer's points"
+    )
     what.add_argument("--peak-only", action="store_true", help="leave the time out")
     what.add_argument("--tiny", action="store_true", help="toy sizes, to try the machinery")
     what.add_argument("--list", action="store_true", help="show cases and modes, and run nothing")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from streambp_fx.measure.step import MODES, StepSpec
 from streambp_fx.measure.worker import Step, build_step
@@ -46,9 +48,30 @@ def build(model: nn.Module, spec: StepSpec) -> Step:
     return build_step(model, spec) if maker is None else maker(model, spec)
 
 
-def enable_checkpointing(model: Any, offload: bool) -> None:
-    """Checkpoint every layer; with `offload`, what is kept lies in pinned host memory meanwhile."""
-    checkpoint_layers(model, **({"offload": True} if offload else {}))
+#: Ops whose results selective checkpointing keeps, by what it is asked to keep: names in `torch.ops.aten`.
+ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+KEPT = {"attention": ATTENTION, "products": (*ATTENTION, "mm", "addmm", "bmm")}
+
+
+def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
+    """Checkpoint every layer.
+
+    Args:
+        model: of transformers.
+        options: with `offload`, what is kept lies in pinned host memory meanwhile; with `keep`, one of
+            `KEPT`, what these ops give is kept.
+    """
+    more: dict[str, Any] = {"offload": True} if options.get("offload") else {}
+    if "keep" not in options:
+        checkpoint_layers(model, **more)
+        return
+    kept = [getattr(torch.ops.aten, name).default for name in KEPT[options["keep"]]]
+    checkpoint_layers(model, partial(create_selective_checkpoint_contexts, kept), **more)
 
 
 def _whole(call: Any) -> Step:
@@ -64,7 +87,7 @@ def _whole(call: Any) -> Step:
 
 def _checkpointing(model: Any, spec: StepSpec) -> Step:
     model.train()
-    enable_checkpointing(model, bool(spec.options.get("offload")))
+    enable_checkpointing(model, spec.options)
     return _whole(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 
@@ -76,7 +99,7 @@ def _loss_rows(spec: StepSpec) -> int:
 def _chunked_loss(model: Any, spec: StepSpec) -> Step:
     """Checkpointing; the head and the loss by chunks of rows, none of whose logits is kept."""
     model.train()
-    enable_checkpointing(model, bool(spec.options.get("offload")))
+    enable_checkpointing(model, spec.options)
     head, rows = model.get_output_embeddings(), _loss_rows(spec)
 
     def part(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -104,7 +127,7 @@ def _fused_loss(model: Any, spec: StepSpec) -> Step:
     if spec.device == "cpu":
         trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE = _loss_rows(spec)
     model.train()
-    enable_checkpointing(model, bool(spec.options.get("offload")))
+    enable_checkpointing(model, spec.options)
     add_fused_lm_head(model)
     return _whole(lambda ids: model(input_ids=ids, labels=ids, fused_lm_head=True).loss)
 

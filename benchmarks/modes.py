@@ -148,6 +148,17 @@ _ALL = (
         {"offload": True},
         (_cuda, _package("trl")),
     ),
+    *(
+        Mode(
+            f"selective-{kept}",
+            f"selective checkpointing, {words} kept",
+            "chunked-loss",
+            f"every layer by torch.utils.checkpoint, a policy of PyTorch's keeps what {words} give; head and "
+            f"loss of {LOSS_CHUNK} rows at a time",
+            {"keep": kept},
+        )
+        for kept, words in (("attention", "attention"), ("products", "products and attention"))
+    ),
     Mode(
         "liger",
         "checkpointing, Liger kernels",

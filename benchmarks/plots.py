@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from .cases import Case
+from .frontier import Point
 from .measuring import Result
 
 GIB, MIB = 2**30, 2**20
 ENDINGS = (".png", ".svg")
 # Colours that people with colour-blindness can tell apart (Okabe and Ito).
 OURS, PEERS = "#0072B2", "#B8B8B8"
+MARKERS = "sD^vX*P<>"
 LINES = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
@@ -107,6 +109,42 @@ def draw_sweep(
         axes.grid(which="both", color="0.9")
     panels[0].legend(frameon=False, fontsize=8)
     return save(figure, path, endings)
+
+
+def draw_frontier(
+    title: str, points: Sequence[Point], path: Path, endings: Sequence[str] = ENDINGS
+) -> list[Path]:
+    """Time against peak of every point, ours as a line; nothing without matplotlib or times.
+
+    Args:
+        title: of the picture.
+        points: of one workload.
+        path: of the pictures, without an ending.
+        endings: of the pictures.
+    """
+    timed = sorted((p for p in points if p.time is not None), key=lambda p: p.peak)
+    figure = figure_of(8, 5) if timed else None
+    if figure is None:
+        return []
+    axes = figure.subplots()
+    own = [p for p in timed if p.result.mode.ours]
+    kinds: dict[str, list[Point]] = {}
+    for point in (p for p in timed if p not in own):
+        kinds.setdefault(point.result.mode.name.rstrip("0123456789.-"), []).append(point)
+    colours = [c for c in LINES if c != OURS]
+    for position, (kind, some) in enumerate(kinds.items()):
+        style = {"color": colours[position % len(colours)], "marker": MARKERS[position % len(MARKERS)]}
+        axes.plot(*_peaks_and_times(some), linestyle="", label=kind, **style)
+    axes.plot(*_peaks_and_times(own), color=OURS, marker="o", label="streamed, memory=")
+    axes.set(xscale="log", xlabel="peak, MiB over weights and gradients", ylabel="of checkpointing's time")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.grid(which="both", color="0.9")
+    axes.legend(frameon=False, fontsize=8)
+    return save(figure, path, endings)
+
+
+def _peaks_and_times(points: Sequence[Point]) -> tuple[list[float], list[float | None]]:
+    return [p.peak / MIB for p in points], [p.time for p in points]
 
 
 def draw_training(runs: Sequence[Any], path: Path, endings: Sequence[str] = (".png",)) -> list[Path]:

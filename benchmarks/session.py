@@ -12,7 +12,7 @@ from rich.console import Console
 
 from streambp_fx.units import parse_bytes
 
-from . import batch, plots, sweeps
+from . import batch, frontier, plots, sweeps
 from .cases import BATCH, CASES, QUICK, Case, Workload, cases_named, quick, shrunk
 from .errors import BenchmarkError
 from .measuring import Meter, Result
@@ -57,6 +57,8 @@ class Session:
         names = list(self.args.case or ())
         with_batch = BATCH in names
         names = [n for n in names if n != BATCH]
+        if not names and self.args.frontier:
+            names = ["dense"]
         if not names and not with_batch and not self.args.sweep:
             names = list(QUICK if self.quick else CASES)
         cases = cases_named(list(dict.fromkeys(names)))
@@ -92,6 +94,11 @@ class Session:
         """Measure, show and write; returns the exit status."""
         self.args.out.mkdir(parents=True, exist_ok=True)
         with self.meter.opened():
+            if self.args.frontier:
+                for case in self.cases:
+                    self._frontier(case)
+                self._write()
+                return 0
             for group in _by_step(self.cases):
                 items = [(case.workload, mode) for case in group for mode in self._modes(case)]
                 self.meter.measure(items, not self.args.peak_only)
@@ -148,6 +155,19 @@ class Session:
         if self.args.docs:
             plots.draw_sweep(axis, results, size, DOCS / f"benchmarks-{axis}", (".svg",))
         self._write()
+
+    def _frontier(self, case: Case) -> None:
+        points = frontier.run_frontier(self.meter, case.workload, not self.args.peak_only)
+        for table in frontier.frontier_tables(case.workload, points):
+            self.console.print(table)
+        found = {"title": case.workload.title, "points": [p.as_dict() for p in points]}
+        self.document.setdefault("frontiers", {})[case.name] = found
+        drawn = plots.draw_frontier(case.workload.title, points, self.args.out / f"frontier-{case.name}")
+        if self.args.docs:
+            plots.draw_frontier(
+                case.workload.title, points, DOCS / f"benchmarks-frontier-{case.name}", (".svg",)
+            )
+        self.console.print(*drawn, markup=False, soft_wrap=True)
 
     def _batch(self) -> None:
         base = shrunk(CASES["dense"]).workload if self.args.tiny else None
@@ -232,7 +252,7 @@ def _by_step(cases: list[Case]) -> list[list[Case]]:
 def _merge(path: Path, document: dict[str, Any]) -> None:
     """Put what was measured into a file that may hold other cases and sweeps."""
     known = json.loads(path.read_text()) if path.is_file() else {}
-    for key in ("cases", "sweeps"):
+    for key in ("cases", "sweeps", "frontiers"):
         known.setdefault(key, {}).update(document.get(key, {}))
     known |= {key: document[key] for key in ("environment", "batch") if key in document}
     path.write_text(json.dumps(known, indent=2) + "\n")

@@ -165,16 +165,20 @@ def recording_module() -> ModuleType | None:
         return None
 
 
-def checkpoint_layers(model: Any, **options: Any) -> None:
+def checkpoint_layers(model: Any, context: Callable[..., Any] | None = None, **options: Any) -> None:
     """Have the layers of a model of transformers checkpoint themselves. Before 5.23 that has another name.
 
     Args:
         model: a `PreTrainedModel`.
+        context: `context_fn` of `torch.utils.checkpoint`, which chooses what is kept; None: nothing is.
         options: what newer versions take besides, as `offload`.
     """
     name = "activation_checkpointing_enable"
     switch = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
-    switch({"use_reentrant": False}, **options)
+    how: dict[str, Any] = {"use_reentrant": False}
+    if context is not None:
+        how["context_fn"] = context
+    switch(how, **options)
 
 
 def collective(name: str) -> Callable[..., Any]:
