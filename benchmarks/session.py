@@ -47,7 +47,7 @@ class Session:
         self.recorded = read_recorded(self.recorded_at) if args.check else {}
         steps = max(args.steps, 5) if self.quick and not args.tiny else args.steps
         how = {"steps": steps, "rounds": args.rounds, "threads": args.threads or 0}
-        self.meter = Meter(setup, **how, steady=args.check or args.record, say=self._say)
+        self.meter = Meter(setup, **how, steady=args.check or args.record or args.frontier, say=self._say)
         self.document: dict[str, Any] = {"environment": environment(), "arguments": _plain(args)}
         self.groups: list[tuple[Case, list[Result]]] = []
 

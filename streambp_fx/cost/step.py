@@ -8,6 +8,7 @@ timeline; with symbols it is an expression in the sequence length, the batch siz
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -145,6 +146,24 @@ class StepCost(ProgramCosts):
         sizes = self.sizes(self.facts.values[self.facts.sequence])  # type: ignore[index]
         saved = [self.saved_by(runner, run, sizes) for run in runs]
         return max(saved, key=lambda found: sum(found.values()), default={})
+
+    def shares_saved(self, segment: Segment) -> dict[str, tuple[int, Fraction]]:
+        """What a segment saves for its backward besides its inputs, by name.
+
+        Returns:
+            bytes a row of all samples, and the share of the rows of which it is saved.
+        """
+        runner = self.executor.runners[segment.index]
+        found: dict[str, tuple[int, Fraction]] = {}
+        if runner is None:
+            return found
+        sizes = self.sizes(self.facts.values[self.facts.sequence])  # type: ignore[index]
+        forwards = [p for p in self.procedures(segment) if p.name == "forward"]
+        for loop, run in (r for p in forwards for r in p.runs() if r[1].price is not None):
+            first, last = loop.share
+            for name, size in self.saved_by(runner, run, sizes).items():
+                found[name] = size, found.get(name, (0, Fraction(0)))[1] + last - first
+        return found
 
     def offloaded(self, sizes: Sizes) -> Any:
         """Bytes that lie in host memory or on disk at the end of the forward."""

@@ -26,7 +26,8 @@ class Call(NamedTuple):
     def raise_its_own_error(self) -> None:
         """Raise what the model raises of these arguments, if it does."""
         if torch.is_grad_enabled():
-            raise_its_own_error(self.given, self.model, self.model.forward)
+            own = getattr(self.model.forward, "original", self.model.forward)  # below a streamed forward
+            raise_its_own_error(self.given, self.model, own)
 
 
 def in_the_words_of_the_model(frame: Any, compiled: Callable[[], Any]) -> Any:

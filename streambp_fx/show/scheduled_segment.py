@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -76,6 +77,14 @@ class ScheduledSegment:
         if any(self.segment in loop for loop in together):
             return found | self.carried_state
         return found | self.schedule.cost.saved_of(self.segment)
+
+    @property
+    def kept(self) -> dict[str, tuple[int, Fraction]]:
+        """The same, and of which share of the rows: bytes a row of the batch, and the share."""
+        shares = self.schedule.cost.shares_saved(self.segment)
+        return {name: (size, shares.get(name, (0, Fraction(1)))[1]) for name, size in self.saved.items()} | {
+            name: kept for name, kept in shares.items() if name not in self.saved
+        }
 
     @property
     def footprints(self) -> dict[str, str]:

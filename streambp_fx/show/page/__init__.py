@@ -21,6 +21,7 @@ from ..scheduled_step import ScheduledStep
 from ..step_memory import StepMemory
 from .chart import Chart
 from .graph import graph_svg, groups_of
+from .kept import kept_html
 from .lane import lane_html
 from .programs import function_html, functions
 from .segments import segments_html, unchunked_html
@@ -58,6 +59,7 @@ def page(memory: StepMemory, program: str, title: str | None = None, instruction
         expression=escape(str(memory.peak_expression("streamed"))),
         graph=graph_svg(schedule, groups),
         segments=segments_html(memory, groups, code),
+        kept=kept_html(schedule),
         unchunked=unchunked_html(memory, groups),
         program="".join(map(function_html, rest)),
         instructions=escape(instructions),

@@ -370,3 +370,25 @@ def _prints(page: Any) -> None:
     assert page.evaluate("window.printed") == 5 and page.locator("details[open]").count() == 0
     page.emulate_media(media="print")
     assert not page.locator("#moment").is_visible()
+
+
+def test_what_is_kept_by_value_and_segment(tmp_path: Path) -> None:
+    """A budget has some values kept of some rows: the table's shares are those of the schedule."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    model = build("llama", dtype=torch.float32, **sizes)
+    streambp_fx.transform(model, chunk=32, loss_chunk=32, memory="1600KiB", check="never")
+    ids = torch.randint(0, 97, (1, 512))
+    model(input_ids=ids, labels=ids).loss.backward()
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    schedule = schedule.for_length(512)
+    shares = {share for s in schedule.segments for _, share in s.kept.values()}
+    assert 1 in shares and any(0 < share < 1 for share in shares), "else the budget says nothing"
+    schedule.to_html(tmp_path / "kept.html")
+    page = Page((tmp_path / "kept.html").read_text())
+    cells = [e for e in page.elements if e[0] == "td" and "kept" in e[1].get("class", "")]
+    shown = [f"{float(e[1]['data-share']):.3f}" for e in cells if e[1]["data-share"] != "0"]
+    assert set(shown) == {f"{float(share):.3f}" for share in shares}
+    totals = [int(e[1]["data-bytes"]) for e in page.elements if e[0] == "td" and "data-bytes" in e[1]]
+    want = [sum(int(n * share * 512) for n, share in s.kept.values()) for s in schedule.segments if s.kept]
+    assert set(want) <= set(totals)
