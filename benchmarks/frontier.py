@@ -3,8 +3,8 @@
     make bench ARGS="--frontier"            # the case dense; or --case long, or --quick
 
 Peers are checkpointing, selective checkpointing by PyTorch's policies, checkpointing with offloading, eager,
-and Inductor's `activation_memory_budget` at ten settings. Ours are asked for by `memory=` alone, at amounts
-between what the smallest of ours and eager need.
+and Inductor's `activation_memory_budget` at ten settings. Ours are asked for by `memory=` alone, which
+chooses the chunk as well, at amounts between what the smallest of ours (in the case's chunk) and eager need.
 
 NOTE [times in groups]: all processes that are timed together are alive together, see NOTE [turns], and those
 that recompute little hold gigabytes. So they are timed in groups that fit into memory, and in each group
@@ -100,7 +100,7 @@ def ours(least: int, most: int, count: int = POINTS) -> list[Mode]:
             f'streamed, memory="{n}MiB"',
             "streamed",
             f'memory="{n}MiB"',
-            {"policy": "auto", "memory": f"{n}MiB"},
+            {"policy": "auto", "memory": f"{n}MiB", "chunk": "auto"},
         )
         for n in dict.fromkeys(budgets)
     ]

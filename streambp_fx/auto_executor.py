@@ -38,7 +38,7 @@ STEP = 1024
 OPTIMIZER_STATES = 2
 # A longer chunk on a GPU may raise the peak of a step to this multiple.
 LONGER_PEAK = 1.3
-# A smaller chunk is taken where it spares more than this share of what would be computed again.
+# A smaller chunk is taken where it leaves less to be computed again, by more than this share of all of it.
 LITTLE = 0.02
 
 
@@ -279,8 +279,10 @@ class AutoExecutor:
     ) -> tuple[Policy, int]:
         """A policy that fits, with what the rest of the memory has room for, and the rows of a chunk.
 
-        Smaller chunks leave more room. They are taken where that spares more than a little. Smaller chunks of
-        the loss head would too; but there each chunk costs time, so the head has as many rows as usual first.
+        Smaller chunks leave more room. They are taken where that leaves less to compute again, by more than a
+        little. What they spare says nothing: with more chunks there is more to spare. Smaller chunks of the
+        loss head leave more room, too; but there each chunk costs time, so the head has as many rows as usual
+        first.
 
         Args:
             rows_tried: of a chunk, the most first, with which the policy fits.
@@ -295,9 +297,10 @@ class AutoExecutor:
             if least > budget and usual > fewest:
                 head, least = fewest, self._peak(policy, tokens, others, own, fewest)
             self.space = Space(cost, cost.sizes(tokens, own, others, head), self.space)
-            tried[own] = self.space, least, self.space.spared[self.space.count(budget - least)]
-        enough = (1 - LITTLE) * max(spared for *_, spared in tried.values())
-        rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] >= enough)
+            left = self.space.again - self.space.spared[self.space.count(budget - least)]
+            tried[own] = self.space, least, left
+        most = min(left for *_, left in tried.values()) + LITTLE * tried[rows][0].again
+        rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] <= most)
         return space.filled(budget, least), rows
 
     def _peak(

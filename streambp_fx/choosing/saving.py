@@ -59,6 +59,7 @@ class Space:
         known: the space of the same graph for other sizes: its frontiers are not sought again.
 
     Attributes:
+        again: operations that are computed again if nothing is saved.
         steps: those that spare most for a byte first.
     """
 
@@ -68,6 +69,7 @@ class Space:
         self.known: dict[Any, tuple[Any, Any]] = {} if known is None else known.known
         self.starts: dict[int, list[int]] = {}
         self.groups = groups(cost.facts, Policy())
+        self.again = 0
         self.steps = sorted(self._steps(), key=lambda s: (-s.spared / s.saved, s.segment, -s.chunk))
 
     @property
@@ -100,6 +102,7 @@ class Space:
             key = id(runner.programs), self.cost.plain_of(runner), segment.window, segment.removed
             if key not in known:
                 known[key] = [self._corners(runner, extent, prices) for extent in extents]
+            self.again += sum(corners[0][1] for corners in known[key])
             apart = self._bytes_apart(segment)
             for chunk, (corners, extent) in enumerate(zip(known[key], extents, strict=True)):
                 more = apart * extent.rows // self.sizes.tokens

@@ -63,7 +63,7 @@ def with_ranges(module: GraphModule, run: Callable[..., Any]) -> Callable[..., A
     """
     names = [source_name(n) for n in module.graph.nodes if n.op == "placeholder"]
 
-    @functools.wraps(run)
+    @functools.wraps(run, updated=())
     def noted(*inputs: Any) -> Any:
         try:
             return run(*inputs)

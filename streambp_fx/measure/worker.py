@@ -76,7 +76,7 @@ def set_mode(model: nn.Module, spec: StepSpec) -> None:
         import streambp_fx
 
         loss_chunk = "auto" if spec.loss_chunk is None else spec.loss_chunk
-        streambp_fx.transform(model, chunk=spec.chunk, loss_chunk=loss_chunk, **spec.options)
+        streambp_fx.transform(model, **{"chunk": spec.chunk, "loss_chunk": loss_chunk, **spec.options})
 
 
 def build_step(model: nn.Module, spec: StepSpec) -> Step:
