@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from .dynamo.each_frame import RECOMPILE_LIMIT
+from .dynamo import each_frame
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
 from .dynamo.this_backend import beside_the_trace, is_traced_for_us
@@ -184,7 +184,8 @@ class StreamedForward(UnstreamedSteps):
             except CaptureError as error:
                 failed = error
             if failed is None:
-                why = f"there are {RECOMPILE_LIMIT} graphs, each for other values of arguments or attributes"
+                limit = each_frame.RECOMPILE_LIMIT
+                why = f"there are {limit} graphs, each for other values of arguments or attributes"
                 return self.unstreamed(why, given)
             hooked = Hooks(self.model)
             if not hooked:
@@ -280,7 +281,7 @@ class StreamedForward(UnstreamedSteps):
         widths = tuple(sorted(vocabularies(self.model))) if drop else ()
         settings = torch._dynamo.config.patch(
             allow_unspec_int_on_nn_module=True,
-            recompile_limit=RECOMPILE_LIMIT,
+            recompile_limit=each_frame.RECOMPILE_LIMIT,
             optimize_ddp=False,  # it would cut the graph where a bucket ends
         )
         try:

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import inspect
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from transformers import BertConfig, BertForTokenClassification
 from transformers.modeling_outputs import CausalLMOutput
 
 import streambp_fx
+from streambp_fx.dynamo import each_frame
 
 OPTIONS = {"chunk": 8, "loss_chunk": 5, "check": "never", "on_error": "raise"}
 Scenario = Callable[[Any, Callable[..., Any], Record], None]
@@ -452,7 +452,7 @@ def test_a_float_that_changes_is_still_a_number(how: str) -> None:
 
 @pytest.mark.parametrize("what", ["argument", "attribute"])
 def test_more_values_than_graphs_are_kept_for(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["streambp_fx.streamed_forward"], "RECOMPILE_LIMIT", 2)
+    monkeypatch.setattr(each_frame, "RECOMPILE_LIMIT", 2)
 
     class Weighted(Subject):
         weight = 1.0
