@@ -17,7 +17,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from ..errors import CaptureError, InputError, StreamBPError, warn
 from ..models.arguments import Arguments, signature_of, without_cache
 from ..models.checkpointing import layers_checkpointed, may_be_checkpointed
-from ..models.inputs import complaints, explained, raise_its_own_error, without_values
+from ..models.inputs import check_values, complaints, explained, raise_its_own_error
 from ..models.nested_models import is_of_transformers
 from ..options import Options
 from ..runtime.live_objects import Registry
@@ -214,9 +214,7 @@ class UnstreamedSteps:
         """
         if self.lower is not stream:
             return {}
-        said = without_values(given, self.model)
-        if said is not None:
-            raise InputError(said)
+        check_values(given, self.model)
         if not self.is_known:
             return {}
         return complaints(given, self.model)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from ..dynamo.messages import INTEGERS, add_note
-from ..errors import StreamBPError
+from ..errors import InputError, StreamBPError
 from .arguments import Arguments, signature_of
 from .nested_models import is_of_transformers
 
@@ -50,7 +50,7 @@ def complaints(given: Arguments, model: nn.Module) -> dict[str, str]:
     if ids is None and embeds is None:
         others = [n for n, _ in given.tensors() if n not in INPUTS]
         return {} if others else {"input_ids": "there are no tokens; expected input_ids or inputs_embeds"}
-    if ids is not None and embeds is not None:
+    if has_both(given):
         return {}  # some models take both, others say so
     if ids is not None:
         if ids.dtype not in INTEGERS:
@@ -89,28 +89,36 @@ def _that_do_not_fit(given: Arguments, model: nn.Module, name: str, tokens: Tens
     return odd
 
 
-def without_values(given: Arguments, model: nn.Module) -> str | None:
-    """What to say of inputs on the meta device for a model that has weights; None: there are none.
+def check_values(given: Arguments, model: nn.Module) -> None:
+    """Refuse inputs on the meta device for a model that has weights.
 
     Some ops read memory that such an input does not have, and go on with whatever is there.
 
     Args:
         given: arguments of the call.
         model: any model.
+
+    Raises:
+        InputError: there are some.
     """
     names = [n for n, v in given.tensors() if v.is_meta]
     if not names or all(p.is_meta for p in model.parameters()):
-        return None
-    return (
+        return
+    raise InputError(
         f"{', '.join(names)} of {type(model).__name__} is on the meta device and has no values, so no step "
         "runs. Give tensors with values, on the device of the weights"
     )
 
 
+def has_both(given: Arguments) -> bool:
+    """True if tokens are given as ids and as embeddings, which some models take and others refuse."""
+    return given.get("input_ids") is not None and given.get("inputs_embeds") is not None
+
+
 def _when_refused(given: Arguments, model: nn.Module) -> Iterator[str]:
     """What may be the matter with inputs that a model has refused; others take such."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    if ids is not None and embeds is not None:
+    if has_both(given):
         yield "both input_ids and inputs_embeds are given; expected one of them"
         return
     tokens = ids if ids is not None else embeds
@@ -191,8 +199,7 @@ def explained(given: Arguments, model: nn.Module) -> Iterator[None]:
     except Exception as error:
         odd = list(complaints(given, model).values()) or _matters(given, model)
         seen = [_seen(n, v) for n, v in given.tensors()]
-        words = odd or [", ".join(seen) or "no tensors"]
-        add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(words)}")
+        _note(error, model, odd or [", ".join(seen) or "no tensors"])
         raise
 
 
@@ -210,8 +217,12 @@ def explained_by_values(given: Arguments, model: nn.Module) -> Iterator[None]:
         ours = isinstance(error, (StreamBPError, torch.OutOfMemoryError, TorchDynamoException))
         odd = [] if ours else _matters(given, model)
         if odd:
-            add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(odd)}")
+            _note(error, model, odd)
         raise
+
+
+def _note(error: Exception, model: nn.Module, words: list[str]) -> None:
+    add_note(error, f"streambp_fx: the inputs of {type(model).__name__}: {'; '.join(words)}")
 
 
 def what_does_not_fit(model: nn.Module, batch: Mapping[str, Any]) -> str | None:

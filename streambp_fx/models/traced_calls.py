@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 
-from ..errors import InputError
 from .arguments import Arguments
-from .inputs import complaints, raise_its_own_error, without_values
+from .inputs import check_values, complaints, has_both, raise_its_own_error
 from .nested_models import is_of_transformers
 
 
@@ -45,11 +44,8 @@ def in_the_words_of_the_model(frame: Any, compiled: Callable[[], Any]) -> Any:
     """
     call = _call_of(frame)
     if call is not None:
-        said = without_values(call.given, call.model)
-        if said is not None:
-            raise InputError(said)
-        both = call.given.get("input_ids") is not None and call.given.get("inputs_embeds") is not None
-        if both or complaints(call.given, call.model):
+        check_values(call.given, call.model)
+        if has_both(call.given) or complaints(call.given, call.model):
             call.raise_its_own_error()
     try:
         return compiled()

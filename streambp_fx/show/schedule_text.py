@@ -15,7 +15,7 @@ from ..passes.s3_cut.policy import Policy, groups
 from ..passes.s6_schedule.repeats import repeats
 from ..units import readable, readable_work
 from .collectives_text import collective_lines
-from .scheduled_segment import READS, ScheduledSegment
+from .scheduled_segment import READS, ScheduledSegment, numbers
 from .scheduled_step import ScheduledStep
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def schedule_text(schedule: ScheduledStep) -> str:
             f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"
         )
     if again and schedule.policy.order == "layers":
-        numbers = ", ".join(str(s.index) for s in again)
-        what = f"segment {numbers} gives" if len(again) == 1 else f"segments {numbers} give"
+        which = ", ".join(str(s.index) for s in again)
+        what = f"segment {which} gives" if len(again) == 1 else f"segments {which} give"
         lines.append(f"  not stored but computed again: what {what}")
     if schedule.options.chooses:
         lines.append("  memory policy: chosen at the first step of a length")
@@ -100,19 +100,17 @@ def _segment_lines(schedule: ScheduledStep) -> Iterator[str]:
         if repeat.period == 1:
             yield from _lines(schedule, every)
             continue
-        numbers = f"{every[0].index}-{every[-1].index}"
-        yield f"{numbers:<9}{repeat.times} times these {repeat.period}:"
+        yield f"{numbers(every):<9}{repeat.times} times these {repeat.period}:"
         for _, run in itertools.groupby(every[: repeat.period], key=lambda s: s.programs_key):
             yield from (f" {line}" for line in _lines(schedule, list(run)))
 
 
 def _lines(schedule: ScheduledStep, group: list[ScheduledSegment]) -> Iterator[str]:
-    segment, last = group[0], group[-1]
-    numbers = f"{segment.index}" if last is segment else f"{segment.index}-{last.index}"
+    segment = group[0]
     stores = sum(segment.saved.values())
     state, chunks = schedule.state_bytes_per_row(segment), schedule.chunks(segment)
     reads = READS[segment.reach].format(window=segment.window or "some") if segment.chunked else "all rows"
-    what = f"{numbers:<9}{segment.kind:<10}{len(segment.nodes):>4}  {chunks or '':>6}"
+    what = f"{numbers(group):<9}{segment.kind:<10}{len(segment.nodes):>4}  {chunks or '':>6}"
     yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{_masks(schedule, segment)}"
     if not segment.chunked:
         where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,12 @@ READS = {
     Reach.CAUSAL: "all rows up to its own",
     Reach.FULL: "all rows",
 }
+
+
+def numbers(segments: Sequence[ScheduledSegment]) -> str:
+    """The numbers of segments that follow each other: "3", "1-36"."""
+    first, last = segments[0].index, segments[-1].index
+    return f"{first}" if first == last else f"{first}-{last}"
 
 
 class ScheduledSegment:

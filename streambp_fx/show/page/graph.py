@@ -13,7 +13,7 @@ from torch.fx import Node
 from ...passes.graph.facts import Reach
 from ...passes.s3_cut.alive_bytes import row_bytes
 from ...units import readable
-from ..scheduled_segment import READS, ScheduledSegment
+from ..scheduled_segment import READS, ScheduledSegment, numbers
 from ..scheduled_step import ScheduledStep
 
 # Sizes of the drawing in CSS pixels: it is shown as large as it is, and fits a phone.
@@ -44,8 +44,7 @@ class Group:
     @property
     def numbers(self) -> str:
         """Their indices: "3", "1-36"."""
-        first, last = self.segments[0].index, self.segments[-1].index
-        return f"{first}" if first == last else f"{first}-{last}"
+        return numbers(self.segments)
 
     @property
     def title(self) -> str:

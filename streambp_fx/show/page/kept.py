@@ -7,7 +7,7 @@ from fractions import Fraction
 from html import escape
 
 from ...units import readable
-from ..scheduled_segment import ScheduledSegment
+from ..scheduled_segment import ScheduledSegment, numbers
 from ..scheduled_step import ScheduledStep
 
 #: The first row: what comes into a segment has another name in each.
@@ -26,7 +26,7 @@ def kept_html(schedule: ScheduledStep) -> str:
         return "<p>Nothing is kept.</p>"
     tokens = schedule.seq_len or 0
     names = list(dict.fromkeys(name for _, kept in columns for name in kept))
-    heads = "".join(f'<th scope="col" class="number">{_numbers(run)}</th>' for run, _ in columns)
+    heads = "".join(f'<th scope="col" class="number">{numbers(run)}</th>' for run, _ in columns)
     rows = "".join(_row(name, columns, tokens) for name in names)
     totals = [sum(_bytes(one, tokens) for one in kept.values()) for _, kept in columns]
     sums = "".join(f'<td class="number" data-bytes="{t}">{readable(t)}</td>' for t in totals)
@@ -46,11 +46,6 @@ def _kept(segment: ScheduledSegment) -> Kept:
         before = found.get(key, (0, share))[0] if key == INPUT else 0
         found[key] = before + size, share
     return found
-
-
-def _numbers(run: list[ScheduledSegment]) -> str:
-    first, last = run[0].index, run[-1].index
-    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def _bytes(kept: tuple[int, Fraction], tokens: int) -> int:
