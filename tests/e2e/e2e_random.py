@@ -7,6 +7,7 @@ shrink`; some of its blocks: `python tests/e2e/e2e_random.py 17 0,2`.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import random
 import sys
@@ -186,7 +187,7 @@ def run(plan: Plan) -> Outcome:
     """
     want = tried(plan)
     torch._dynamo.reset()
-    segment = sys.modules["streambp_fx.passes.s3_cut.segment"]
+    segment = importlib.import_module("streambp_fx.passes.s3_cut.segment")
     before, segment.EXPENSIVE = segment.EXPENSIVE, plan.expensive  # type: ignore[attr-defined]
     model = RandomModel(plan)
     try:

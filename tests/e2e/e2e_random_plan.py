@@ -27,7 +27,7 @@ class Plan:
         door: "compile" or "transform".
         options: of the compiler.
         sizes: batch and length of each step.
-        expensive: `passes.s3_cut.segment.EXPENSIVE` for it.
+        expensive: `passes.s3_cut.segment.EXPENSIVE` for it (-1: nothing is cut where it need not be).
         extras: situations; see `_prepare` and `_between`.
         draws: has random ops, and is compared with itself and by finite differences.
     """
@@ -119,7 +119,7 @@ def plan_of(seed: int, attempt: int) -> Plan:
         door,
         tuple(options.items()),
         tuple((batch + (k if grows else 0), n) for k, n in enumerate(lengths)),
-        choose.choice([4.0, 4.0, 0.0, 50.0]),
+        choose.choice([4.0, 4.0, -1.0, 50.0]),
         frozenset(e for e in EXTRAS if choose.random() < 0.1 and not draws),
         draws,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import os
 import subprocess
@@ -52,7 +53,7 @@ def break_lowering(monkeypatch: pytest.MonkeyPatch) -> str:
             raise ZeroDivisionError("a fault in lower, in the program of the backward")
         return lower(*args)
 
-    monkeypatch.setattr(sys.modules["streambp_fx.passes.s5_lower.programs"], "lower", broken)
+    monkeypatch.setattr(importlib.import_module("streambp_fx.passes.s5_lower.programs"), "lower", broken)
     return "pass 'lower' failed"
 
 
