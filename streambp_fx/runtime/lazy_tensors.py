@@ -63,10 +63,10 @@ class LazyTensor(torch.Tensor):
     of_the_loss = False
 
     @staticmethod
-    def make(compute: Callable[[], Tensor], like: Tensor | _Like) -> LazyTensor:
-        """A lazy tensor with the shape, dtype and device of `like`."""
+    def make(compute: Callable[[], Tensor], like: Like) -> LazyTensor:
+        """A lazy tensor with the shape, strides, dtype and device of `like`."""
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            LazyTensor, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
+            LazyTensor, like.shape, like.strides, dtype=like.dtype, device=like.device, requires_grad=False
         )
         made._compute, made._value, made._source, made._derived = compute, None, None, []
         return made
@@ -101,7 +101,7 @@ class LazyTensor(torch.Tensor):
 
     def detached(self) -> LazyTensor:
         """A lazy tensor of the same value without a gradient, which shares its memory once it is computed."""
-        made = LazyTensor.make(lambda: self.computed().detach(), self)
+        made = LazyTensor.make(lambda: self.computed().detach(), Like.of(self))
         made._source = self
         return self.remember(made)
 
@@ -169,7 +169,7 @@ class _Cast(torch.autograd.Function):
     """A lazy tensor of another dtype or device, still lazy."""
 
     @staticmethod
-    def forward(ctx: Any, source: LazyTensor, function: Callable[[Tensor], Tensor], like: _Like) -> Tensor:
+    def forward(ctx: Any, source: LazyTensor, function: Callable[[Tensor], Tensor], like: Like) -> Tensor:
         ctx.dtype, ctx.device = source.dtype, source.device
         return LazyTensor.make(lambda: function(source.computed().detach()), like)
 
@@ -187,15 +187,23 @@ def _cast(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return result
         if result is moved:
             return source
-        like = _Like(source.shape, result.dtype, result.device)
+        like = Like(source.shape, source.stride(), result.dtype, result.device)
         return source.remember(_Cast.apply(source, lambda value: func(value, *args[1:], **kwargs), like))
 
 
-class _Like:
-    """Shape, dtype and device."""
+@dataclass(frozen=True)
+class Like:
+    """What is known of a tensor that is not computed; the strides are in elements."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        """The same of another tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True)
@@ -221,14 +229,12 @@ class LazyOutput(torch.autograd.Function):
     def forward(
         ctx: Any,
         part: Subgraph,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: Like,
         anew: Anew | None,
         stored: StoredAfterStep | None,
         *inputs: Any,
     ) -> Tensor:
-        """A lazy tensor of this shape, dtype and device, which is computed from `inputs` when it is read.
+        """A lazy tensor like this one, which is computed from `inputs` when it is read.
 
         Args:
             stored: parameters that need not be there then.
@@ -246,15 +252,15 @@ class LazyOutput(torch.autograd.Function):
                 value = part.module(*(detached if anew is None else anew.make()))[0]
             return value.clone() if _shares_memory(value, read) else value  # it may be changed in place
 
-        return LazyTensor.make(compute, _Like(shape, dtype, device))
+        return LazyTensor.make(compute, like)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         """Gradients of `inputs`; the part of the graph is run again for them."""
-        found = UnchunkedSegment.pull_back(ctx, 6, (gradient,))
+        found = UnchunkedSegment.pull_back(ctx, 4, (gradient,))
         if ctx.anew is not None:
             ctx.anew.check(found)
-        return (None, None, None, None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 def _detached(tensor: Tensor) -> Tensor:

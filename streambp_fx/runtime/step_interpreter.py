@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from ..passes.graph.facts import Facts, Segment, shape_of, tensors_of
+from ..passes.graph.facts import Facts, Segment, expression, tensors_of
 from ..passes.graph.symbols import evaluate_size
 from ..passes.s2_prove.inner_outputs import is_shown
 from ..passes.s3_cut.alive_bytes import row_axis
@@ -41,7 +41,7 @@ from ..passes.s6_schedule.program import (
     TakeParameters,
 )
 from ..passes.s6_schedule.program.values import DEVICE
-from .lazy_tensors import Anew, LazyOutput
+from .lazy_tensors import Anew, LazyOutput, Like
 from .offload import Store
 from .segments.chunks_first import Chain
 from .segments.chunks_first import ChunksFirst as ChunksFirstFunction
@@ -271,11 +271,15 @@ def _defer(instruction: Defer, frame: StepFrame) -> None:
     """An output that is computed when it is read, see NOTE [lazy outputs]."""
     part = instruction.part
     (node,) = part.outputs
-    shape, like = torch.Size(int(s.subs(frame.sizes)) for s in shape_of(node)), tensors_of(node)[0]
+    fake = tensors_of(node)[0]
+    sizes, strides = (
+        [int(expression(s).subs(frame.sizes)) for s in found] for found in (fake.shape, fake.stride())
+    )
+    like = Like(torch.Size(sizes), tuple(strides), fake.dtype, fake.device)
     given, anew = [frame.value(n) for n in part.inputs], frame.anew(instruction)
     read = None if anew is not None else part.inputs
     stored = None if frame.stored is None else frame.stored.after(frame.groups, read)
-    made = LazyOutput.apply(part, shape, like.dtype, like.device, anew, stored, *given)
+    made = LazyOutput.apply(part, like, anew, stored, *given)
     frame.before(instruction, [made])
     made.of_the_loss = is_shown(frame.facts, node)
     frame.lazy[instruction.position] = made

@@ -1,0 +1,107 @@
+"""Results lie in memory as the model's do: what a caller may view of them in eager, it may view here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from e2e_check import assert_all_chunked, in_double
+from e2e_models import sample
+from torch import Tensor, nn
+
+import streambp_fx
+
+IDS = torch.arange(2 * 33).reshape(2, 33) * 7 % 50
+
+
+class Model(nn.Module):
+    """One layer of attention and a head, in some order of dims."""
+
+    def __init__(self, ending: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.ending = ending
+        self.embed, self.qkv, self.head = nn.Embedding(50, 16), nn.Linear(16, 48), nn.Linear(16, 50)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return self.ending(self.head(x))
+
+
+# how a model ends, and how its caller views that
+ENDINGS = {
+    "classes first": (lambda y: y.transpose(1, 2), lambda y: y.transpose(1, 2).view(-1, 50)),
+    "rows first": (lambda y: y.transpose(0, 1), lambda y: y.transpose(0, 1).view(-1, 50)),
+    "heads": (
+        lambda y: y.unflatten(-1, (5, 10)).permute(0, 2, 1, 3),
+        lambda y: y.permute(0, 2, 1, 3).view(-1, 50),
+    ),
+    "all turned": (lambda y: y.permute(2, 1, 0), lambda y: y.permute(2, 1, 0).view(-1, 50)),
+    "one sample": (lambda y: y[:1].transpose(1, 2), lambda y: y.transpose(1, 2).view(-1, 50)),
+    "as it is": (lambda y: y, lambda y: y.view(-1, 50)),
+}
+
+
+@pytest.mark.parametrize(
+    ("ending", "door"),
+    sample(
+        [(e, d) for e in ENDINGS for d in ("transform", "compile")],
+        ("classes first", "compile"),
+        ("heads", "transform"),
+    ),
+)
+def test_a_view_of_the_result(ending: str, door: str) -> None:
+    torch._dynamo.reset()
+    made, viewed = ENDINGS[ending]
+
+    def step(model: nn.Module, call: Callable[..., Tensor], length: int) -> tuple[Tensor, Tensor]:
+        out = call(input_ids=IDS[:, :length])
+        flat = viewed(out)
+        loss = F.cross_entropy(flat, torch.arange(len(flat)) % 50)
+        model.zero_grad()
+        loss.backward()
+        return out, loss
+
+    with in_double(lambda: Model(made)):
+        model = Model(made).double()
+        eager = copy.deepcopy(model)
+        if door == "transform":
+            call = streambp_fx.transform(model, chunk=8)
+        else:
+            options = {"chunk": 8, "seq_dim": {"input_ids": 1}}
+            call = torch.compile(model, backend="streambp", options=options)
+        for length in (33, 21):
+            (want, loss), (got, ours) = step(eager, eager, length), step(model, call, length)
+            assert got.stride() == want.stride()
+            torch.testing.assert_close(ours, loss, rtol=1e-12, atol=0)
+            for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12)
+        assert_all_chunked(model, 1)
+
+
+class WithLoss(Model):
+    """The same, with its loss: the logits are lazy."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(input_ids)
+        return F.cross_entropy(logits, labels), logits
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_lazy_logits_tell_their_strides(read: bool) -> None:
+    with in_double(lambda: WithLoss(ENDINGS["classes first"][0])):
+        model = WithLoss(ENDINGS["classes first"][0]).double()
+        eager = copy.deepcopy(model)
+        want = eager(IDS, IDS)[1]
+        _, got = streambp_fx.transform(model, chunk=8)(input_ids=IDS, labels=IDS)
+        if read:
+            assert torch.equal(got.transpose(1, 2).reshape(-1, 50), got.transpose(1, 2).view(-1, 50))
+        assert got.stride() == want.stride()
+        assert got.float().stride() == want.float().stride()
+        assert not got.is_contiguous()
+        torch.testing.assert_close(got + 0, want, rtol=1e-12, atol=1e-12)
+    assert any("is lazy" in line for line in str(streambp_fx.schedule(model)).splitlines())
