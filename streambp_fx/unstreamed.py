@@ -105,12 +105,13 @@ def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None
 
 
 def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
-    """A warning if the graph reads along something longer than one, or is the rest of one that has ended.
+    """A warning if the graph reads along something longer than one, or trains more than a table, or is the
+    rest of one that has ended.
 
     Any other without attention is a line in the log: a function of a loss, say, that is compiled by itself.
     """
     behind = goes_on_behind()
-    if any(size > 1 for size in lengths_read(module)):
+    if any(size > 1 for size in lengths_read(module)) or (behind is None and _trains(module)):
         warn(f"the graph runs unstreamed: {lengths.reason}")
     elif behind is not None:
         warn(
@@ -120,6 +121,14 @@ def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
         )
     else:
         log.info("the graph runs as it is: %s", lengths.reason)
+
+
+def _trains(module: GraphModule) -> bool:
+    """True if parameters are trained of which more is read than rows that are looked up."""
+    values = ((n, n.meta.get("example_value")) for n in module.graph.nodes if n.op == "placeholder")
+    trained = [n for n, v in values if isinstance(v, torch.nn.Parameter) and v.requires_grad]
+    lookup = torch.nn.functional.embedding
+    return torch.is_grad_enabled() and any(u.target is not lookup for n in trained for u in n.users)
 
 
 def warn_unchunked(facts: Facts) -> None:

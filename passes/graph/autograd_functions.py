@@ -47,6 +47,8 @@ class CustomFunction:
 
     Attributes:
         draws: forward or backward draw random numbers, or may do so.
+        autocast: of the forward, by device type: a dtype, or None where it is off. (A backward says itself
+            what it enters: without `custom_bwd` it is run without.)
         content: the same for functions that do the same.
     """
 
@@ -54,18 +56,22 @@ class CustomFunction:
         self.forward, self.backward = forward, backward
         self.frozen = tuple(options.get("non_differentiable_idx", ()))
         self.draws = True
-        self.content = repr((_content(forward), _content(backward), options))
+        self.autocast = _autocast_here()
+        self.content = repr((_content(forward), _content(backward), options, self.autocast))
         self.__name__ = self.__qualname__ = f"custom_function_{next(_count)}"
         self.__module__ = __name__
 
     def __call__(self, *args: Any) -> Any:
-        forward, backward, frozen = self.forward, self.backward, self.frozen
+        forward, backward, frozen, autocast = self.forward, self.backward, self.frozen, self.autocast
         saved: list[Any] = []
 
         class Apply(torch.autograd.Function):
             @staticmethod
             def forward(*inputs: Any) -> Any:
-                output, values = Interpreter(forward).run(*inputs)
+                with contextlib.ExitStack() as stack:
+                    for device, dtype in autocast:
+                        stack.enter_context(torch.autocast(device, dtype, dtype is not None, False))
+                    output, values = Interpreter(forward).run(*inputs)
                 saved[:] = values
                 return output
 
@@ -79,6 +85,14 @@ class CustomFunction:
                 return Interpreter(backward).run(*gradients, *saved)
 
         return Apply.apply(*args)
+
+
+def _autocast_here() -> tuple[tuple[str, torch.dtype | None], ...]:
+    """By type of a device the dtype to which autocast casts; None where it is off."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ("cpu", *(() if accelerator is None else (accelerator.type,)))
+    enabled = torch.is_autocast_enabled
+    return tuple((d, torch.get_autocast_dtype(d) if enabled(d) else None) for d in devices)
 
 
 def _content(module: GraphModule) -> list[Any]:

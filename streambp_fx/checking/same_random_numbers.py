@@ -10,6 +10,7 @@ its arguments.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import zlib
 from collections.abc import Iterator
 from types import BuiltinFunctionType
@@ -105,7 +106,16 @@ class _NoDropout(TorchFunctionMode):
         if func in ATTENTIONS:
             kwargs.pop("dropout_p", None)
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        if (given := _dropout_of(func, args, kwargs)) is not None:
+            return func(**{**given, "dropout_p": 0.0})
         return func(*args, **kwargs)
+
+
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments, by name, of a function of Python's that hands a dropout on (attention of heads)."""
+    if not inspect.isfunction(func) or "dropout_p" not in (signature := inspect.signature(func)).parameters:
+        return None
+    return dict(signature.bind(*args, **kwargs).arguments)
 
 
 def _gives_back(func: Any, args: Any, kwargs: Any) -> bool:

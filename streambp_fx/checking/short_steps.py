@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..passes.graph.tracing import without_saved_tensors_hooks
 from .gradient_sketch import Sketch, sketch
@@ -76,6 +77,9 @@ def run(
     """
     found, given = Outcome(), [_own(v, k in fixed) for k, v in enumerate(inputs)]
     leaves = {k: v for k, v in enumerate(given) if isinstance(v, Tensor) and v.requires_grad}
+    if isinstance(call, GraphModule):  # whose call prints a traceback where an op fails, as on too few rows
+        _LazyGraphModule.force_recompile(call)
+        call = call.forward
     with without_saved_tensors_hooks(), torch.enable_grad(), _reduced(leaves, found, wanted or ()):
         results = list(call(*given))
         roots, cotangents = [], []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..options import Options
-from ..passes.graph.facts import Facts, PassError, expression, tensors_of
+from ..passes.graph.facts import Facts, PassError, tensors_of
 from ..passes.s2_prove.independent_samples import batch_size
 from ..passes.s3_cut.policy import Policy, as_checked
 from ..passes.s3_cut.segment import samples
@@ -25,6 +25,7 @@ from ..passes.s6_schedule.step_parts import Making, Programs, StepParts
 from ..passes.s6_schedule.transforms import transformed
 from .offload import Store, store_for
 from .padding import Padding
+from .result_layout import ResultLayout
 from .segments.failures import compile_error
 from .segments.loss_head import Sweep, sweep_of
 from .segments.owned_buffers import OwnedBuffers, attribute
@@ -68,8 +69,7 @@ class Executor:
         self.sizes_at = size_places(facts)
         self.guards = tests_of_sizes(facts)
         self.contiguous_at = _contiguous_at(self)
-        found = ((n, _order_in_memory(facts, n)) for n in self.results if isinstance(n, Node))
-        self.orders = {n: order for n, order in found if order is not None}
+        self.layout = ResultLayout(facts)
         # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
         self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         self.policy, self.wide = options.stored, options.accumulate == "float32"
@@ -229,18 +229,12 @@ class Executor:
         if step.own is not None:
             self.shares.prepare(frame)
         run_step(program.forward, frame)
-        results = [self._result(n, frame) if isinstance(n, Node) else n for n in self.results]
+        results = [self.shares.result(n, frame) if isinstance(n, Node) else n for n in self.results]
+        count = len(self.facts.outputs)
+        results[:count] = self.layout.apply(results[:count], frame)
         for position, made in frame.lazy.items():
             results[position] = made
         return results
-
-    def _result(self, node: Node, frame: StepFrame) -> Any:
-        """A value for the caller, whose dims lie in memory in the order in which the model has them."""
-        value, order = self.shares.result(node, frame), self.orders.get(node)
-        if order is None:
-            return value
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return value.permute(order).contiguous().permute(back)
 
     def frame(
         self, values: dict[Node, Any], sizes: Mapping[sympy.Symbol, int], step: StepData, program: StepProgram
@@ -328,16 +322,3 @@ def _contiguous_at(executor: Executor) -> list[int]:
     facts = executor.facts
     by_rows = {n for s in facts.segments for n in s.rows} | facts.laid_out
     return [k for k, n in enumerate(executor.placeholders) if n in by_rows and tensors_of(n)]
-
-
-def _order_in_memory(facts: Facts, node: Node) -> tuple[int, ...] | None:
-    """The dims of a result from the outermost in memory to the innermost; None for their own order.
-
-    A segment writes what it makes in the order of its dims. A caller's `view` may need the model's.
-    """
-    value = node.meta["val"]
-    if not isinstance(value, Tensor):
-        return None
-    strides = [facts.in_numbers(expression(s)) for s in value.stride()]
-    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
-    return order if order != tuple(range(len(strides))) and all(strides) else None

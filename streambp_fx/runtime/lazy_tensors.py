@@ -106,6 +106,7 @@ class LazyTensor(torch.Tensor):
         return self.remember(made)
 
     @classmethod
+    @torch._disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         hooked = func is Tensor.register_hook and _is_of_an_engine(args[1:], kwargs)
@@ -161,6 +162,7 @@ class _Read(torch.autograd.Function):
         return value.clone() if value._is_view() else value  # views cannot be changed in place
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         return gradient, None
 
@@ -174,6 +176,7 @@ class _Cast(torch.autograd.Function):
         return LazyTensor.make(lambda: function(source.computed().detach()), like)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         return gradient.to(ctx.device, ctx.dtype), None, None
 
@@ -202,7 +205,7 @@ class Like:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        """The same of another tensor."""
+        """Shape, strides, dtype and device of a tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -255,6 +258,7 @@ class LazyOutput(torch.autograd.Function):
         return LazyTensor.make(compute, like)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         """Gradients of `inputs`; the part of the graph is run again for them."""
         found = UnchunkedSegment.pull_back(ctx, 4, (gradient,))

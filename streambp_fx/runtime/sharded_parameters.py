@@ -266,6 +266,7 @@ class _Behind(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         ctx.call()
         return (None, *gradients)

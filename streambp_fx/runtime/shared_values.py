@@ -32,6 +32,7 @@ class Gathered(torch.autograd.Function):
         return rows.gather(value)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         """This device's rows of the gradient, in the shape of the value."""
         (gradient,) = gradients
@@ -48,6 +49,7 @@ class Own(torch.autograd.Function):
         return rows.slice(value)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         """Those rows among zeros, in the shape of the value."""
         return None, ctx.rows.spread(gradients[0])
@@ -63,6 +65,7 @@ class CountedOnce(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
         """The gradient on the first device, zeros of its shape elsewhere."""
         (gradient,) = gradients
@@ -80,6 +83,7 @@ class Summed(torch.autograd.Function):
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Sums over the devices, in the shapes and dtypes of the leaves; None where no gradient comes."""
         there = [g for g in gradients if g is not None]

@@ -96,6 +96,7 @@ class ChunksFirst(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Gradients of the arguments of `forward`; None for those that no gradient reaches."""
         refuse_other_backwards(gradients)

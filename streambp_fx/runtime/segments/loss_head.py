@@ -135,6 +135,7 @@ class OneSweepHead(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *cotangents: Tensor) -> tuple:
         """Scale the gradients that forward has made by the gradient of the loss.
 

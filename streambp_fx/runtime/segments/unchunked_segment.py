@@ -31,6 +31,7 @@ class UnchunkedSegment(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Gradients of the inputs; the part is run again for them."""
         return (None, *UnchunkedSegment.pull_back(ctx, 1, gradients))

@@ -15,7 +15,7 @@ from e2e_check import assert_close_grads, assert_close_loss, grads, in_double
 from e2e_models import CHUNK, LOSS_CHUNK, build, padded, plain, sample
 
 import streambp_fx
-from streambp_fx import backend
+from streambp_fx import StreamBPWarning, backend
 from streambp_fx.versions.differences import checkpoint_layers
 
 OPTIONS = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK}
@@ -239,10 +239,24 @@ def test_a_graph_without_a_sequence() -> None:
     mlp = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 3)).double()
     call = torch.compile(mlp, backend="streambp")
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(call(x), mlp(x))
+    with pytest.warns(StreamBPWarning, match="no op of the graph reads along"):
+        torch.testing.assert_close(call(x), mlp(x))
     (got,) = torch.autograd.grad(call(x).sum(), x)
     (want,) = torch.autograd.grad(mlp(x).sum(), x)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_graphs_that_train_no_more_than_a_table_are_no_cause_for_a_warning(frozen: bool) -> None:
+    """A lookup, a loss, a frozen part: a line in the log is enough."""
+    head = torch.nn.Linear(5, 7).double().requires_grad_(not frozen)
+    table = torch.nn.Embedding(9, 5).double()
+    x = torch.compile(table, backend="streambp")(torch.arange(8).view(2, 4))
+    loss = torch.compile(lambda y: torch.nn.functional.mse_loss(y, torch.zeros_like(y)), backend="streambp")
+    loss(x).backward()
+    assert table.weight.grad is not None
+    if frozen:
+        torch.compile(head, backend="streambp")(x.detach())
 
 
 def test_a_function_around_a_model_with_a_graph_break() -> None:

@@ -1,4 +1,4 @@
-"""Results lie in memory as the model's do: what a caller may view of them in eager, it may view here."""
+"""Results lie in memory as the model's do: what a caller may view of them, or change, is the same."""
 
 from __future__ import annotations
 
@@ -78,6 +78,49 @@ def test_a_view_of_the_result(ending: str, door: str) -> None:
             (want, loss), (got, ours) = step(eager, eager, length), step(model, call, length)
             assert got.stride() == want.stride()
             torch.testing.assert_close(ours, loss, rtol=1e-12, atol=0)
+            for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12)
+        assert_all_chunked(model, 1)
+
+
+# what a model returns of its logits; which of it is changed; what the loss is made of
+SHARED = {
+    "a view": (lambda y: (y, y.view(-1, 50)), 0, 1),
+    "the first is the view": (lambda y: (y.view(-1, 50), y), 0, 1),
+    "detached": (lambda y: (y, y.detach()), 1, 0),
+    "a slice": (lambda y: (y[:, 1:, ::2], y), 0, 1),
+    "two views": (lambda y: (y.transpose(1, 2), y.view(-1, 50)), 1, 0),
+    "expanded": (lambda y: (y.unsqueeze(0).expand(3, -1, -1, -1), y), 1, 0),
+    "a copy": (lambda y: (y, y.clone()), 1, 0),
+    "itself": (lambda y: (y, y), 0, 1),
+}
+
+
+@pytest.mark.parametrize("door", ["transform", "compile"])
+@pytest.mark.parametrize("shared", sample(SHARED, "a view", "two views"))
+def test_a_change_of_one_result_is_seen_in_the_other(shared: str, door: str) -> None:
+    torch._dynamo.reset()
+    made, changed, read = SHARED[shared]
+
+    def step(model: nn.Module, call: Callable[..., tuple[Tensor, Tensor]], length: int) -> Tensor:
+        model.zero_grad()
+        results = call(input_ids=IDS[:, :length])
+        results[changed].mul_(0.5)
+        loss = results[read].pow(2).sum() + results[read].logsumexp(-1).sum()
+        loss.backward()
+        return loss
+
+    with in_double(lambda: Model(made)):
+        model = Model(made).double()  # type: ignore[arg-type]
+        eager = copy.deepcopy(model)
+        if door == "transform":
+            call = streambp_fx.transform(model, chunk=8)
+        else:
+            options = {"chunk": 8, "seq_dim": {"input_ids": 1}}
+            call = torch.compile(model, backend="streambp", options=options)
+        for length in (33, 50):
+            want, got = step(eager, eager, length), step(model, call, length)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
             for p, q in zip(eager.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12)
         assert_all_chunked(model, 1)

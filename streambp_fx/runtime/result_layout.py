@@ -1,0 +1,127 @@
+"""Where results lie in memory: as the model's do, whose caller may view them, or change one in place.
+
+NOTE [results that share memory]: segments write each value that is returned to memory of its own, in the
+order of its dims. For the caller two things differ from the model then: `out.transpose(1, 2).view(-1, n)` may
+not be possible, and of `return x, x.view(-1)` a change of one is not seen in the other. So a result is laid
+out as the model has it, and what is a view of another result is made of that one, by the model's own ops. (Of
+two results that overlap, neither of which holds all elements, each has memory of its own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..passes.graph.facts import Facts, expression, shape_of, tensors_of
+from ..passes.graph.subgraph import Subgraph
+from ..passes.s2_prove.scores import is_view
+from .step_interpreter import StepFrame
+
+
+@dataclass(frozen=True)
+class _View:
+    """A result that shares memory with another one.
+
+    Attributes:
+        of: the other one, which has all elements of `root`.
+        root: of what both are views.
+        part: makes the result of the root.
+    """
+
+    of: Node
+    root: Node
+    part: Subgraph
+
+
+class ResultLayout:
+    """How the results of a graph lie in memory.
+
+    Args:
+        facts: of the graph; what is lazy is no result of it.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        results = [n for n in dict.fromkeys(facts.outputs) if isinstance(n, Node) and tensors_of(n)]
+        found = ((n, _order_in_memory(facts, n)) for n in results)
+        self.orders = {n: order for n, order in found if order is not None}
+        self.views = dict(_views(facts, results))
+
+    def apply(self, made: Sequence[Any], frame: StepFrame) -> list[Any]:
+        """The model's outputs as the caller gets them.
+
+        Args:
+            made: what the step has made for each.
+        """
+        nodes = self.facts.outputs
+        values = {n: self._ordered(n, v) for n, v in zip(nodes, made, strict=True) if isinstance(n, Node)}
+        alone = frame.step.own is None  # else only some of their rows are here
+        for node, view in self.views.items() if alone else ():
+            root = values[view.of]
+            if view.of is not view.root:
+                fake = tensors_of(view.root)[0]
+                root = root.as_strided(*(_numbers(sizes, frame) for sizes in (fake.shape, fake.stride())))
+            given = [root if n is view.root else frame.value(n) for n in view.part.inputs]
+            values[node] = view.part.module(*given)[0]
+        return [values[n] if isinstance(n, Node) else v for n, v in zip(nodes, made, strict=True)]
+
+    def _ordered(self, node: Node, value: Any) -> Any:
+        order = self.orders.get(node)
+        if order is None:
+            return value
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return value.permute(order).contiguous().permute(back)
+
+
+def _views(facts: Facts, results: list[Node]) -> Iterator[tuple[Node, _View]]:
+    """Results that are made of another one, and how."""
+    groups: dict[Node, list[Node]] = {}
+    for node in results:
+        groups.setdefault(_root(node), []).append(node)
+    for root, group in groups.items():
+        holds_all = [n for n in group if n is root or _is_whole(facts, n, root)]
+        for node in group if len(group) > 1 and holds_all else ():
+            if node is not holds_all[0]:
+                yield node, _View(holds_all[0], root, Subgraph(facts, [node], {root}))
+
+
+def _root(node: Node) -> Node:
+    """What a value is a view of in the end."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_whole(facts: Facts, node: Node, root: Node) -> bool:
+    """True for a view of all elements of a value, both without holes."""
+    sizes, others = shape_of(node), shape_of(root)
+    same = sympy.simplify(sympy.Mul(*sizes) - sympy.Mul(*others)) == 0
+    return same and _is_dense(facts, node) and _is_dense(facts, root)
+
+
+def _is_dense(facts: Facts, node: Node) -> bool:
+    strides = [expression(s) for s in tensors_of(node)[0].stride()]
+    within = sympy.S.One
+    for size, stride in sorted(
+        zip(shape_of(node), strides, strict=True), key=lambda pair: facts.in_numbers(pair[1])
+    ):
+        if size != 1 and sympy.simplify(stride - within) != 0:
+            return False
+        within *= size
+    return True
+
+
+def _numbers(sizes: Sequence[int | torch.SymInt], frame: StepFrame) -> list[int]:
+    return [int(expression(s).subs(frame.sizes)) for s in sizes]
+
+
+def _order_in_memory(facts: Facts, node: Node) -> tuple[int, ...] | None:
+    """The dims of a result from the outermost in memory to the innermost; None for their own order."""
+    strides = [facts.in_numbers(expression(s)) for s in tensors_of(node)[0].stride()]
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return order if order != tuple(range(len(strides))) and all(strides) else None

@@ -1,0 +1,78 @@
+"""A whole training step that is compiled: forward, backward, optimizer, as in PyTorch's tutorials."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from e2e_check import assert_all_chunked, in_double
+from e2e_models import build, plain, sample
+from torch import Tensor, nn
+
+import streambp_fx
+
+
+def backward(model: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+
+
+def by_grad(model: nn.Module, loss: Tensor) -> None:
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = gradient
+
+
+def after_a_break(model: nn.Module, loss: Tensor) -> None:
+    torch._dynamo.graph_break()
+    loss.backward()
+
+
+def training_step(model: nn.Module, call: Any, differentiate: Callable, read: bool) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(**batch: Tensor) -> Any:
+        optimizer.zero_grad()
+        out = call(**batch)
+        right = (out.logits.argmax(-1) == batch["labels"]).sum() if read else None
+        differentiate(model, out.loss)
+        optimizer.step()
+        return out.loss.detach(), right
+
+    return step
+
+
+WAYS = {"backward": backward, "torch.autograd.grad": by_grad, "after a graph break": after_a_break}
+#: Who compiles the step, and the model in it.
+DOORS = ("the step", "a transformed model")
+CASES = [(door, way, read) for door in DOORS for way in WAYS for read in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("door", "way", "read"),
+    sample(CASES, ("the step", "backward", False), ("a transformed model", "backward", True)),
+)
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_a_compiled_step(door: str, way: str, read: bool) -> None:
+    torch._dynamo.reset()
+    with in_double(lambda: build("llama")):
+        model = build("llama").double()
+        eager = copy.deepcopy(model)
+        options: dict[str, Any] = {"backend": "streambp", "options": {"chunk": 8}}
+        call: Any = model
+        if door == "a transformed model":
+            streambp_fx.transform(model, chunk=8, logits="lazy")
+        if door != "the step":
+            options = {"backend": "aot_eager"}
+        got_of = torch.compile(training_step(model, call, WAYS[way], read), **options)
+        want_of = training_step(eager, eager, WAYS[way], read)
+        for length in (33, 33, 21):
+            batch = plain(2, length)
+            (want, rights), (got, right) = want_of(**batch), got_of(**batch)
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+            assert right == rights or not read
+        for (name, p), q in zip(eager.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-7, atol=1e-9, msg=name)
+    assert_all_chunked(model)
