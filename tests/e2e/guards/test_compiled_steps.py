@@ -76,3 +76,33 @@ def test_a_compiled_step(door: str, way: str, read: bool) -> None:
         for (name, p), q in zip(eager.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q, p, rtol=1e-7, atol=1e-9, msg=name)
     assert_all_chunked(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["the step", "a transformed model", "a compiled model"])
+@pytest.mark.filterwarnings("ignore:what comes behind the graph break")
+def test_compiled_autograd(door: str) -> None:
+    """Autograd's graph is compiled too: the streamed backward is called from it as it is."""
+    torch._dynamo.reset()
+    with in_double(lambda: build("llama")):
+        model = build("llama").double()
+        eager = copy.deepcopy(model)
+        options: dict[str, Any] = {"backend": "streambp", "options": {"chunk": 8}}
+        call: Any = model
+        if door == "a transformed model":
+            call, options = streambp_fx.transform(model, chunk=8), {"backend": "aot_eager"}
+        if door == "a compiled model":
+            call = torch.compile(model, **options)
+
+        def step(**batch: Tensor) -> Tensor:
+            loss = call(**batch).loss
+            loss.backward()
+            return loss.detach()
+
+        batch = plain(2, 33)
+        eager(**batch).loss.backward()
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            (step if door == "a compiled model" else torch.compile(step, **options))(**batch)
+        for (name, p), q in zip(eager.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert_all_chunked(model)
