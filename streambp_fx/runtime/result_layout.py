@@ -67,7 +67,9 @@ class ResultLayout:
                 fake = tensors_of(view.root)[0]
                 root = root.as_strided(*(_numbers(sizes, frame) for sizes in (fake.shape, fake.stride())))
             given = [root if n is view.root else frame.value(n) for n in view.part.inputs]
-            values[node] = view.part.module(*given)[0]
+            made_again = view.part.module(*given)[0]
+            # a view that was taken where gradients are off has none
+            values[node] = made_again if node in self.facts.needs_grad else made_again.detach()
         return [values[n] if isinstance(n, Node) else v for n, v in zip(nodes, made, strict=True)]
 
     def _ordered(self, node: Node, value: Any) -> Any:

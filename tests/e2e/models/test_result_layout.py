@@ -83,6 +83,11 @@ def test_a_view_of_the_result(ending: str, door: str) -> None:
         assert_all_chunked(model, 1)
 
 
+@torch.no_grad()
+def looked_at(y: Tensor) -> Tensor:
+    return y.view(-1, 50)
+
+
 # what a model returns of its logits; which of it is changed; what the loss is made of
 SHARED = {
     "a view": (lambda y: (y, y.view(-1, 50)), 0, 1),
@@ -91,6 +96,7 @@ SHARED = {
     "a slice": (lambda y: (y[:, 1:, ::2], y), 0, 1),
     "two views": (lambda y: (y.transpose(1, 2), y.view(-1, 50)), 1, 0),
     "expanded": (lambda y: (y.unsqueeze(0).expand(3, -1, -1, -1), y), 1, 0),
+    "a view without a gradient": (lambda y: (y, looked_at(y)), 0, 0),
     "a copy": (lambda y: (y, y.clone()), 1, 0),
     "itself": (lambda y: (y, y), 0, 1),
 }
@@ -101,10 +107,12 @@ SHARED = {
 def test_a_change_of_one_result_is_seen_in_the_other(shared: str, door: str) -> None:
     torch._dynamo.reset()
     made, changed, read = SHARED[shared]
+    needed: list[list[bool]] = []
 
     def step(model: nn.Module, call: Callable[..., tuple[Tensor, Tensor]], length: int) -> Tensor:
         model.zero_grad()
         results = call(input_ids=IDS[:, :length])
+        needed.append([r.requires_grad for r in results])
         results[changed].mul_(0.5)
         loss = results[read].pow(2).sum() + results[read].logsumexp(-1).sum()
         loss.backward()
@@ -120,6 +128,7 @@ def test_a_change_of_one_result_is_seen_in_the_other(shared: str, door: str) -> 
             call = torch.compile(model, backend="streambp", options=options)
         for length in (33, 50):
             want, got = step(eager, eager, length), step(model, call, length)
+            assert needed[-1] == needed[-2]
             torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
             for p, q in zip(eager.parameters(), model.parameters(), strict=True):
                 torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12)
