@@ -105,13 +105,13 @@ def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None
 
 
 def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
-    """A warning if the graph reads along something longer than one, or trains more than a table, or is the
-    rest of one that has ended.
+    """A warning if the graph reads along something longer than one, or along nothing and trains more than a
+    table, or is the rest of one that has ended.
 
     Any other without attention is a line in the log: a function of a loss, say, that is compiled by itself.
     """
-    behind = goes_on_behind()
-    if any(size > 1 for size in lengths_read(module)) or (behind is None and _trains(module)):
+    behind, read = goes_on_behind(), lengths_read(module)
+    if any(size > 1 for size in read) or (behind is None and not read and _trains(module)):
         warn(f"the graph runs unstreamed: {lengths.reason}")
     elif behind is not None:
         warn(
