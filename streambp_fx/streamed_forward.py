@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 from .dynamo import each_frame
 from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
 from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
-from .dynamo.this_backend import beside_the_trace, is_traced_for_us
+from .dynamo.this_backend import beside_the_trace, is_traced_for_export, is_traced_for_us
 from .errors import CaptureError, CompileError, warn
 from .forwards.lower import Lower, NotStreamed, lowered, stream
 from .forwards.unstreamed_steps import UnstreamedSteps, all_forwards, resting, said_while_traced
@@ -121,7 +121,7 @@ class StreamedForward(UnstreamedSteps):
         """The forward as Dynamo meets it; see NOTE [under another torch.compile]."""
         if not self.active:
             return self.original(*args, **kwargs)
-        if torch.compiler.is_exporting() or is_traced_for_us():
+        if is_traced_for_export() or is_traced_for_us():
             return self.captured(*args, **kwargs)
         if self.model.training and torch.is_grad_enabled():
             return beside_the_trace(self, args, kwargs)

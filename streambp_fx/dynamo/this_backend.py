@@ -82,6 +82,15 @@ beside_the_trace = torch.compiler.disable(
 
 
 @torch._dynamo.assume_constant_result
+def is_traced_for_export() -> bool:
+    """True while `torch.export` traces.
+
+    It is asked outside of the trace: Dynamo of PyTorch 2.11 takes it for True in every trace.
+    """
+    return torch.compiler.is_exporting()
+
+
+@torch._dynamo.assume_constant_result
 def is_traced_for_us() -> bool:
     """True while Dynamo traces for this project's backend, by whatever door."""
     return is_ours(InstructionTranslator.current_tx().output.compiler_fn)
