@@ -31,6 +31,14 @@ def transform(model: Any, **options: Any) -> Any:
     return streambp_fx.transform(model, **options)
 
 
+def through(door: str, model: nn.Module) -> Any:
+    """What streams a model of `input_ids` in chunks of 8: transformed, or compiled (door "compile")."""
+    if door == "transform":
+        return streambp_fx.transform(model, chunk=8)
+    options = {"chunk": 8, "seq_dim": {"input_ids": 1}}
+    return torch.compile(model, backend="streambp", options=options)
+
+
 def restore(model: Any) -> Any:
     return streambp_fx.restore(model)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from e2e_check import through
 from e2e_models import sample
 from torch import Tensor, nn
 
@@ -19,14 +20,15 @@ IDS = torch.arange(2 * 33).reshape(2, 33) * 7 % 50
 custom_fwd, custom_bwd = torch.amp.custom_fwd, torch.amp.custom_bwd
 
 
+def multiply(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    ctx.save_for_backward(x, w)
+    return x @ w
+
+
 class Product(torch.autograd.Function):
     """A product with a weight, as people write it who know autocast."""
 
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
+    forward = staticmethod(custom_fwd(multiply, device_type="cpu"))
 
     @staticmethod
     @custom_bwd(device_type="cpu")
@@ -35,29 +37,16 @@ class Product(torch.autograd.Function):
         return gradient @ w.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
 
 
-class InFloat32(torch.autograd.Function):
+class InFloat32(Product):
     """The same, which is computed in float32."""
 
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return gradient @ w.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+    forward = staticmethod(custom_fwd(multiply, device_type="cpu", cast_inputs=torch.float32))
 
 
 class Unaware(torch.autograd.Function):
     """The same, by somebody who does not think of autocast but casts what he is given."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
+    forward = staticmethod(multiply)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,11 +107,7 @@ def test_functions_see_autocast(function: str, door: str, around: str) -> None:
     torch.manual_seed(0)
     model = Model(FUNCTIONS[function])
     eager = copy.deepcopy(model)
-    if door == "transform":
-        call = streambp_fx.transform(model, chunk=8)
-    else:
-        options = {"chunk": 8, "seq_dim": {"input_ids": 1}}
-        call = torch.compile(model, backend="streambp", options=options)
+    call = through(door, model)
 
     def step(of: nn.Module, run: Any, length: int) -> Tensor:
         of.zero_grad()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from e2e_check import assert_all_chunked, in_double
+from e2e_check import assert_all_chunked, in_double, through
 from e2e_models import sample
 from torch import Tensor, nn
 
@@ -69,11 +69,7 @@ def test_a_view_of_the_result(ending: str, door: str) -> None:
     with in_double(lambda: Model(made)):
         model = Model(made).double()
         eager = copy.deepcopy(model)
-        if door == "transform":
-            call = streambp_fx.transform(model, chunk=8)
-        else:
-            options = {"chunk": 8, "seq_dim": {"input_ids": 1}}
-            call = torch.compile(model, backend="streambp", options=options)
+        call = through(door, model)
         for length in (33, 21):
             (want, loss), (got, ours) = step(eager, eager, length), step(model, call, length)
             assert got.stride() == want.stride()
@@ -113,11 +109,7 @@ def test_a_change_of_one_result_is_seen_in_the_other(shared: str, door: str) -> 
     with in_double(lambda: Model(made)):
         model = Model(made).double()  # type: ignore[arg-type]
         eager = copy.deepcopy(model)
-        if door == "transform":
-            call = streambp_fx.transform(model, chunk=8)
-        else:
-            options = {"chunk": 8, "seq_dim": {"input_ids": 1}}
-            call = torch.compile(model, backend="streambp", options=options)
+        call = through(door, model)
         for length in (33, 50):
             want, got = step(eager, eager, length), step(model, call, length)
             torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
