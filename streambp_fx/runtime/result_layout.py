@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import Node
 
 from ..passes.graph.facts import Facts, expression, shape_of, tensors_of
@@ -64,8 +63,7 @@ class ResultLayout:
         for node, view in self.views.items() if alone else ():
             root = values[view.of]
             if view.of is not view.root:
-                fake = tensors_of(view.root)[0]
-                root = root.as_strided(*(_numbers(sizes, frame) for sizes in (fake.shape, fake.stride())))
+                root = root.as_strided(*frame.shape_and_strides(view.root))
             given = [root if n is view.root else frame.value(n) for n in view.part.inputs]
             made_again = view.part.module(*given)[0]
             # a view that was taken where gradients are off has none
@@ -116,10 +114,6 @@ def _is_dense(facts: Facts, node: Node) -> bool:
             return False
         within *= size
     return True
-
-
-def _numbers(sizes: Sequence[int | torch.SymInt], frame: StepFrame) -> list[int]:
-    return [int(expression(s).subs(frame.sizes)) for s in sizes]
 
 
 def _order_in_memory(facts: Facts, node: Node) -> tuple[int, ...] | None:

@@ -102,6 +102,13 @@ class StepFrame:
         """A value of the step, or a size as a number."""
         return value_of(node, self.values, self.sizes)
 
+    def shape_and_strides(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a value as the model has it, in this step; the strides are in elements."""
+        fake, resolve = tensors_of(node)[0], self.step.resolve
+        found = (tuple(resolve(expression(s)) for s in sizes) for sizes in (fake.shape, fake.stride()))
+        shape, strides = found
+        return shape, strides
+
     def read_whole(self, node: Node) -> Any:
         """A value that is read in the same way on all devices; all its rows, if it has any."""
         if node in self.collected:
@@ -271,11 +278,8 @@ def _defer(instruction: Defer, frame: StepFrame) -> None:
     """An output that is computed when it is read, see NOTE [lazy outputs]."""
     part = instruction.part
     (node,) = part.outputs
-    fake = tensors_of(node)[0]
-    sizes, strides = (
-        [int(expression(s).subs(frame.sizes)) for s in found] for found in (fake.shape, fake.stride())
-    )
-    like = Like(torch.Size(sizes), tuple(strides), fake.dtype, fake.device)
+    fake, (shape, strides) = tensors_of(node)[0], frame.shape_and_strides(node)
+    like = Like(torch.Size(shape), strides, fake.dtype, fake.device)
     given, anew = [frame.value(n) for n in part.inputs], frame.anew(instruction)
     read = None if anew is not None else part.inputs
     stored = None if frame.stored is None else frame.stored.after(frame.groups, read)
