@@ -6,6 +6,8 @@ entries than rows, of which nobody could say what they are. Without a weight row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.fx import Node
 
 from .facts import shape_of
 from .op_arguments import arguments
+from .recurrence import RECURRENCES, Recurrence
 
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
 _LIBRARY.define(
@@ -45,6 +48,28 @@ def causal_conv1d(
 
 _LIBRARY.impl("causal_conv1d", causal_conv1d, "CompositeImplicitAutograd")
 CAUSAL_CONV1D = torch.ops.streambp_fx.causal_conv1d.default
+
+
+def _step(
+    operands: Sequence[Tensor | None], settings: Sequence[float], state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The convolution as a recurrence: its state are the rows before, as many as the weight is wide.
+
+    One more than is read, so that the sizes of the state are sizes of operands.
+    """
+    rows, weight, bias = operands
+    assert rows is not None and weight is not None
+    before = rows.new_zeros((*rows.shape[:2], weight.shape[2])) if state is None else state
+    there = torch.cat([before, rows], -1)
+    made = F.conv1d(there.narrow(-1, 1, there.shape[-1] - 1), weight, bias, groups=rows.shape[1])
+    return made, there.narrow(-1, rows.shape[-1], weight.shape[2])
+
+
+#: A convolution of each channel for itself, of neighbouring rows, for the op `recurrence`.
+CHANNELS_APART = "streambp_fx.causal_conv1d"
+RECURRENCES[CHANNELS_APART] = Recurrence(
+    CHANNELS_APART, _step, dims=(2, None, None), rows=2, like=0, state=((0, 0), (0, 1), (1, 2))
+)
 
 
 def rows_before(node: Node) -> int:

@@ -176,6 +176,9 @@ def fold(indent: int, head: str, items: list[str], tail: str, comment: str = "")
     space, note = " " * indent, f"  # {comment}" if comment else ""
     if items and len(space + head) > WIDTH and " = " in head:
         name, rest = head.split(" = ", 1)
+        if len(f"{space}{name} = (") > WIDTH:  # many names
+            names = [f"{space}(", *pack(name.split(", "), indent + 4)]
+            return [*names, *fold(indent, f") = {rest}", items, tail, comment)]
         return [f"{space}{name} = (", *fold(indent + 4, rest, items, tail, comment), f"{space})"]
     line = f"{space}{head}{', '.join(items)}{tail}"
     if len(line + note) <= WIDTH:

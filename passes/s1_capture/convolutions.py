@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D
+from ..graph.causal_convolution import CAUSAL_CONV1D, CHANNELS_APART
 from ..graph.facts import shape_of
 from ..graph.op_arguments import arguments
+from ..graph.recurrence import RECURRENCE
 from .normalize import insert, is_beginning, rewrite
 
 aten = torch.ops.aten
@@ -98,8 +99,24 @@ def _reach(call: dict[str, Any]) -> int | None:
 
 
 def _causal(graph: Graph, node: Node, source: Node, call: dict[str, Any]) -> Node:
+    """A convolution that reads no later rows.
+
+    In a model with recurrences it is one itself: from chunk to chunk go the few rows that the next one reads.
+    Elsewhere the rows before a chunk are columns, those of all rows, so that no device waits for another one;
+    a layer with a recurrence goes from chunk to chunk anyway.
+    """
+    if _is_of_channels_apart(source, call) and graph.find_nodes(op="call_function", target=RECURRENCE):
+        operands = [source, call["weight"], call["bias"]]
+        return insert(graph, node, RECURRENCE, CHANNELS_APART, operands, [], None)
     given = (call["weight"], call["bias"], call["dilation"][0], call["groups"])
     return insert(graph, node, CAUSAL_CONV1D, source, *given)
+
+
+def _is_of_channels_apart(source: Node, call: dict[str, Any]) -> bool:
+    """True if each channel is convolved for itself, with neighbouring rows."""
+    made, each, width = shape_of(call["weight"])
+    channels = shape_of(source)[1]
+    return each == 1 and made == channels == call["groups"] and width > 1 and call["dilation"][0] == 1
 
 
 @rewrite(aten.cat.default)

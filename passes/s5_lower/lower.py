@@ -206,15 +206,18 @@ def restrict(
     writes: bool,
     given: Sequence[Node] = (),
     place: int = 0,
+    unwritten: frozenset[Node] = frozenset(),
 ) -> GraphModule:
     """A copy of a program with some of its outputs and its first `inputs` inputs.
 
     Args:
         writes: keep what is written into buffers that are inputs (state rows); else only what is added.
         given: values that become inputs, from position `place` on, instead of being computed.
+        unwritten: inputs that nothing is written into: they hold it already.
     """
     unwanted = aten.add_.Tensor if writes else aten.copy_.default
-    live = live_nodes(module.graph, {n for n in outputs if isinstance(n, Node)}, unwanted, frozenset(given))
+    wanted = {n for n in outputs if isinstance(n, Node)}
+    live = live_nodes(module.graph, wanted, unwanted, frozenset(given), unwritten)
     graph = Graph()
     copies: dict[Node, Node] = {}
     for position, node in enumerate(module.graph.nodes):
@@ -230,22 +233,27 @@ def restrict(
 
 
 def live_nodes(
-    graph: Graph, wanted: set[Node], unwanted: Any, given: frozenset[Node] = frozenset()
+    graph: Graph,
+    wanted: set[Node],
+    unwanted: Any,
+    given: frozenset[Node] = frozenset(),
+    unwritten: frozenset[Node] = frozenset(),
 ) -> set[Node]:
     """Nodes that `wanted` are made of, with the changes in place that they or the caller can see.
 
     What `given` are made of does not count.
 
     A change of a value is seen by those who read the value, or a view of it, later; a change of an input is
-    seen by the caller, except that of the op `unwanted`.
+    seen by the caller, except that of the op `unwanted` and that of the inputs `unwritten`.
     """
     storages = Storages(graph)
     live, read = set(wanted), {key for n in wanted for key in storages.of[n]}
     for node in reversed(storages.nodes):
         if changes_something(node):
             changed = {key for n in written_operands(node) for key in storages.of[n]}
-            from_outside = any(storages.maker(key).op == "placeholder" for key in changed)
-            if from_outside and node.target is unwanted:
+            makers = {storages.maker(key) for key in changed}
+            from_outside = any(maker.op == "placeholder" for maker in makers)
+            if from_outside and (node.target is unwanted or makers <= unwritten):
                 continue
             if from_outside or not changed.isdisjoint(read):
                 live.add(node)

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..graph.facts import Facts, Kind, Mask, PassError, Reach, Segment, expression, operands, tensors_of
 from ..graph.tracing import without_saved_tensors_hooks
@@ -27,8 +27,9 @@ class SegmentPrograms:
     """The traced programs of one distinct segment, made when first needed.
 
     Kinds: `forward` (rows and outputs of a chunk), `states` (only the state rows: the rebuild before a
-    backward), `joint` (recompute and VJP of a chunk), `loss` (values and VJP in one sweep) and, where reach
-    is FULL, `state_joint` (VJP of the state rows, once their gradient is complete).
+    backward), `columns` (the same without the states of recurrences, where those were kept), `joint`
+    (recompute and VJP of a chunk), `loss` (values and VJP in one sweep) and, where reach is FULL,
+    `state_joint` (VJP of the state rows, once their gradient is complete).
 
     NOTE [one trace, several programs]: tracing is what compiling costs. The joint program holds the forward
     of the chunk, the writing of its state rows and the VJP, so the other kinds are the joint trace with fewer
@@ -135,11 +136,11 @@ class SegmentPrograms:
             return "joint"
         full = extent.full or self.segment.reach is Reach.FULL  # of the rows alone nothing but states is made
         shared = self.diff_outputs and not full
-        return "joint" if shared and kind in ("forward", "states") else kind
+        return "joint" if shared and kind in ("forward", "states", "columns") else kind
 
     def reads_kept(self, kind: str) -> bool:
         """True if a program takes what the forward has saved (state rows need it only if chained)."""
-        return kind == "joint" or (kind == "states" and self.segment.chained)
+        return kind == "joint" or (kind in ("states", "columns") and self.segment.chained)
 
     def _lower(self, kind: str, source: str, traced: Traced, saved: list[Node]) -> Lowered:
         slots, outputs = self.slots(kind), outputs_of(traced.module)
@@ -148,13 +149,15 @@ class SegmentPrograms:
         fakes, module = traced.fakes[: len(names)], traced.module
         if source == "joint":
             values, gradients = outputs[: traced.values], outputs[traced.values :]
-            kinds = {"forward": [*values, *saved], "states": [], "joint": gradients, "loss": outputs}
+            wanted = {"forward": [*values, *saved], "joint": gradients, "loss": outputs}
             given = saved if self.reads_kept(kind) else []
             place = len(names) - sums
             names[place:place] = [f"saved_{k}" for k in range(len(given))]
             fakes[place:place] = [n.meta["val"] for n in given]
-            writes = kind in ("forward", "states")
-            module = restrict(module, kinds[kind], len(names) - len(given), writes, given, place)
+            writes = kind in ("forward", "states", "columns")
+            unwritten = _inputs_by_chunk(module, slots) if kind == "columns" else frozenset()
+            inputs = len(names) - len(given)
+            module = restrict(module, wanted.get(kind, []), inputs, writes, given, place, unwritten)
         window = None if self.segment.window is None else int(self.segment.window)
         settings = LoweringSettings(
             title=f"{kind} of segment {self.segment.index}",
@@ -226,6 +229,12 @@ class SegmentPrograms:
         }
         found = [buffer for k, wanted in goes_in.items() if wanted for buffer in self.buffers(k)]
         return Slots(self.symbols, found, self.segment.removed)
+
+
+def _inputs_by_chunk(module: GraphModule, slots: Slots) -> frozenset[Node]:
+    """Of the first inputs of a program, which are these, the states of recurrences."""
+    inputs = module.graph.find_nodes(op="placeholder")[len(input_names(slots)) - len(slots.tensors) :]
+    return frozenset(n for n, b in zip(inputs, slots.tensors, strict=False) if b.by_chunk)
 
 
 def _free_symbols(facts: Facts, segment: Segment) -> set[sympy.Symbol]:

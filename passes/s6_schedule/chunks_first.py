@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch.fx import Node
-
 from ..graph.facts import Facts
 from ..s3_cut.alive_bytes import row_axis
 from ..step.instructions import Buffer, BufferKind
 from ..step.saving import Price, everywhere
 from .build import written_over
+from .kept_states import values_of_states
 from .program import Call, CallLoss, ChunksFirst, StepInstruction, StepProgram, read_from_outside
 from .program.values import Value, ValueKind
 from .step_parts import StepParts
@@ -41,11 +40,11 @@ def _chains(program: StepProgram, parts: StepParts, backward: dict[int, Call]) -
     """Runs of neighbouring calls, each of which hands its rows to the next and to nobody else."""
     facts, chain = parts.facts, list[Call]()
     calls = [i for i in program.forward if isinstance(i, Call)]
-    states = Counter(n for call in calls for n in set(_state_nodes(facts, call)))
-    shared = {n for n, count in states.items() if count > 1}  # columns that several segments read
+    states = Counter(v for call in calls for v in set(values_of_states(call, facts).values()))
+    shared = {v for v, count in states.items() if count > 1}  # columns that several segments read
     for instruction in (*program.forward, None):
         ours = isinstance(instruction, Call) and _may_join(instruction)
-        ours = ours and shared.isdisjoint(_state_nodes(facts, instruction))  # type: ignore[arg-type]
+        ours = ours and shared.isdisjoint(values_of_states(instruction, facts).values())  # type: ignore[arg-type]
         if chain and not (ours and _hands_on(program, facts, chain[-1], instruction, backward)):
             if len(chain) > 1 and chain[-1].segment in backward and _reads_along(facts, chain):
                 yield chain
@@ -89,14 +88,6 @@ def _hands_on(
     if before.segment not in backward:  # nothing that is trained comes before it
         return node not in facts.needs_grad
     return after.segment in backward and gradient in backward[after.segment].results
-
-
-def _state_nodes(facts: Facts, call: Call) -> list[Node]:
-    """What the states of a call's programs are in its segment."""
-    model, own = call.programs.segment, facts.segments[call.segment]
-    # what comes in as rows may be a state as well
-    twins = dict(zip((*model.rows, *model.nodes), (*own.rows, *own.nodes), strict=True))
-    return [twins[b.node] for b in call.programs.buffers(BufferKind.STATE) if b.node is not None]
 
 
 def _replaced(
@@ -190,7 +181,7 @@ class _Loop:
         return frozenset(found)
 
     def _states(self, k: int) -> list[Value]:
-        return [Value(ValueKind.STATE, node) for node in _state_nodes(self.facts, self.calls[k])]
+        return [*values_of_states(self.calls[k], self.facts).values()]
 
 
 def _results(body: tuple[Call, ...]) -> tuple[Value, ...]:

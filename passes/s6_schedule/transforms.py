@@ -14,6 +14,7 @@ from ..s3_cut.policy import groups
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
 from .chunks_first import run_chunks_first
+from .kept_states import keep_states
 from .offloading import move_what_is_kept
 from .own_rows import share_rows
 from .program import (
@@ -228,11 +229,13 @@ class StepSettings:
         parts: what it is made of.
         left_out: some rows of some samples are not run.
         several: each of several devices runs its own rows.
+        kept_states: segments that keep the states of recurrences, see `kept_states`.
     """
 
     parts: StepParts
     left_out: bool = False
     several: bool = False
+    kept_states: frozenset[int] = frozenset()
 
 
 def _by_policy(transform: Transform) -> Callable[[Scheduling, StepSettings], Scheduling]:
@@ -259,6 +262,14 @@ STEP_PASSES: tuple[StepPass, ...] = (
         "each chunk goes through neighbouring layers before the next chunk does",
         _by_policy(run_chunks_first),
         applies=lambda settings: settings.parts.runs_chunks_first and not settings.several,
+    ),
+    Pass(
+        "keep_states",
+        "the states of recurrences that are small are kept, and not made again in the backward",
+        lambda made, settings: replace(
+            made, program=keep_states(made.program, settings.parts, settings.kept_states)
+        ),
+        applies=lambda settings: bool(settings.kept_states),
     ),
     Pass(
         "overwrite_rows_of_loss",
@@ -311,7 +322,11 @@ STEP_PASSES: tuple[StepPass, ...] = (
 
 
 def transformed(
-    program: StepProgram, parts: StepParts, left_out: bool = False, several: bool = False
+    program: StepProgram,
+    parts: StepParts,
+    left_out: bool = False,
+    several: bool = False,
+    kept_states: frozenset[int] = frozenset(),
 ) -> StepProgram:
     """The step as it runs: memory policy, rows left out, each value dropped in time, loops over layers.
 
@@ -325,6 +340,7 @@ def transformed(
     def verify(one: StepPass, made: Scheduling) -> None:
         check_step(made.program, made.dropped)
 
-    made = run_passes(STEP_PASSES, Scheduling(program), StepSettings(parts, left_out, several), verify)
+    settings = StepSettings(parts, left_out, several, kept_states)
+    made = run_passes(STEP_PASSES, Scheduling(program), settings, verify)
     check_step(made.program)
     return made.program

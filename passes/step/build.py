@@ -52,6 +52,8 @@ class Way:
         saves: what is kept of which rows for the backward, besides the inputs; nothing if it is empty.
         together: its loop runs together with those of its neighbours, see NOTE [chunks first]: rows that it
             takes from them, and hands to them, one chunk at a time. None: it runs by itself.
+        keeps_states: the states of recurrences are kept from the forward to the backward, see
+            `s6_schedule.kept_states`.
     """
 
     full: bool = False
@@ -61,6 +63,7 @@ class Way:
     several: bool = False
     saves: tuple[Piece, ...] = ()
     together: frozenset[Buffer] | None = None
+    keeps_states: bool = False
 
 
 class Builder:
@@ -94,6 +97,9 @@ class Builder:
         self.kept = (Buffer(BufferKind.KEPT),) if way.saves else ()
         self.together = way.together is not None
         self.passing = frozenset() if way.together is None else way.together
+        # states that are kept from the forward to the backward; the others are made again
+        self.kept_states = [b for b in self.states if self.together or (way.keeps_states and b.by_chunk)]
+        self.made_again = [b for b in self.states if b not in self.kept_states]
         # memory that the gradient of what comes into several segments may take, see `ChunksFirst`
         self.lent = [b for b in way.overwrites if self.together and b not in self.cotangents]
         several = way.several and bool(self.states)
@@ -104,9 +110,9 @@ class Builder:
         """The outputs, and what is kept of each chunk."""
         held = [b for b in self.outputs if b not in self.passing]
         body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in held]
-        body += self._memory_of_states()
-        filled = self.way.full or self.at_once
-        body += self._fill_states(()) if filled else map(Receive, self.states if self.in_turn else ())
+        body += self._memory_of_states(self.states)
+        filled, received = self.way.full or self.at_once, self.states if self.in_turn else ()
+        body += self._fill_states("states", ()) if filled else map(Receive, received)
         run = Run(
             "forward",
             self._inputs("forward"),
@@ -115,8 +121,8 @@ class Builder:
         )
         body += self._loops(run, *map(self._put, self.outputs), *map(Keep, self.kept))
         body += map(Send, self.states if self.in_turn else ())
-        body += () if self.together else map(Free, self.states)
-        made = (*held, *self.kept, *(self.states if self.together else ()))
+        body += map(Free, self.made_again)
+        made = (*held, *self.kept, *self.kept_states)
         return self._procedure("forward", self._given(), body, made)
 
     def again(self) -> Procedure:
@@ -132,9 +138,9 @@ class Builder:
 
     def backward(self) -> Procedure:
         """Gradients of the streamed inputs, and of the constants."""
-        body: list[Instruction] = []
-        if not self.together:
-            body += [*self._memory_of_states(), *self._fill_states(self.kept)]
+        body: list[Instruction] = [*self._memory_of_states(self.made_again)]
+        if self.made_again:
+            body += self._fill_states("columns" if self.kept_states else "states", self.kept)
         rolled = self._rolled
         body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums) if b not in rolled]
         body += self._memory_of_gradients(BufferKind.COTANGENT)
@@ -162,16 +168,17 @@ class Builder:
                 own=True,
             )
             body.append(Chunks((last, *rows)))
-        body += map(Free, (*(() if self.together else self.states), *self.state_gradients))
+        body += map(Free, (*self.made_again, *self.state_gradients))
         body += map(Round, self.sums)
         held = [b for b in self.gradients if b not in self.passing]
         given = [b for b in (*self.cotangents, *self.lent) if b not in self.passing]
         if self.together:
             of_chunk = (*self.cotangents, *self.gradients, *self.kept)
             passing = [b for b in of_chunk if b in self.passing or b in self.kept]
-            given += [*self._given(), *self.states]
+            given += [*self._given(), *self.kept_states]
             return self._procedure("backward", given, body, (*held, *self.sums), *passing)
-        return self._procedure("backward", (*given, *self._given(), *self.kept), body, (*held, *self.sums))
+        given += [*self._given(), *self.kept, *self.kept_states]
+        return self._procedure("backward", given, body, (*held, *self.sums))
 
     def loss(self) -> Procedure:
         """Values by rows, and all gradients for a unit gradient of the loss: the cotangents are its own."""
@@ -233,16 +240,17 @@ class Builder:
     def _inputs(self, program: str, kept: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
         return tuple(self.programs.slots(program, bool(kept) and self.programs.reads_kept(program)).tensors)
 
-    def _memory_of_states(self) -> list[Instruction]:
+    def _memory_of_states(self, states: list[Buffer]) -> list[Instruction]:
         """A state that goes from chunk to chunk begins with zeros."""
-        return [Allocate(b, zero=b.by_chunk) for b in self.states]
+        return [Allocate(b, zero=b.by_chunk) for b in states]
 
-    def _fill_states(self, kept: tuple[Buffer, ...]) -> list[Instruction]:
-        """The states of all rows, before a chunk that may read any of them."""
+    def _fill_states(self, program: str, kept: tuple[Buffer, ...]) -> list[Instruction]:
+        """The states of all rows, before a chunk that may read any of them; not those that were kept."""
         if not self.states:
             return []
         own = not self.programs.segment.chained
-        run = Run("states", self._inputs("states", kept), writes=tuple(self.states), own=own)
+        filled = self.made_again if program == "columns" else self.states
+        run = Run(program, self._inputs(program, kept), writes=tuple(filled), own=own)
         # of attention that a state is made of nothing is computed again
         filling = self._loops(run) if kept and not own else [Chunks((run,))]
         if self.in_turn:

@@ -20,7 +20,7 @@ from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.offloading import moved
 from ..passes.s6_schedule.program import StepProgram
-from ..passes.step.instructions import Procedure
+from ..passes.step.instructions import BufferKind, Procedure
 from ..runtime.executor import Executor
 from .held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes
 from .programs import ProgramCosts
@@ -78,7 +78,7 @@ class StepCost(ProgramCosts):
 
     def timeline(self, sizes: Sizes) -> list[Moment]:
         """The step, moment by moment; bytes over weights, their gradients and the inputs."""
-        return list(StepWalk(self, self.step_program, sizes).moments())
+        return list(StepWalk(self, self.step_of(sizes), sizes).moments())
 
     def peak(self, sizes: Sizes) -> Moment:
         """The moment of a timeline at which most is held."""
@@ -112,10 +112,19 @@ class StepCost(ProgramCosts):
 
     @cached_property
     def step_program(self) -> StepProgram:
-        """The step of a batch without padding."""
+        """The step of a batch without padding, as long as the one that was captured."""
+        return self.step_of(self.symbols)
+
+    def step_of(self, sizes: Sizes) -> StepProgram:
+        """The step of a batch without padding; symbols are taken to be what they were in the capture."""
         if self.devices > 1:
             return self.shared_program
-        return self.executor.step_program(self.executor.segments_where(self.is_full))
+        if sizes.symbolic:
+            sizes = self.sizes(self.facts.values[self.facts.sequence])  # type: ignore[index]
+        values = {**self.facts.values, **sizes.others, self.facts.sequence: sizes.tokens}
+        kept_states = self.executor.kept_states(sizes.chunk, values)
+        full = self.executor.segments_where(self.is_full)
+        return self.executor.step_program(full, kept_states=kept_states)
 
     def along(self, devices: int) -> StepCost:
         """The cost on one of so many devices, over which the rows of each sequence are distributed."""
@@ -165,10 +174,22 @@ class StepCost(ProgramCosts):
                 found[name] = size, found.get(name, (0, Fraction(0)))[1] + last - first
         return found
 
+    def kept_states(self, sizes: Sizes) -> dict[int, Any]:
+        """By segment, bytes of the states of recurrences that it keeps for the backward."""
+        found: dict[int, Any] = {}
+        for call in self.step_of(sizes).calls():
+            if call.procedure_name == "forward" and call.way.keeps_states:
+                runner, states = self.executor.runners[call.segment], call.programs.buffers(BufferKind.STATE)
+                assert runner is not None
+                own = (self.bytes_by_chunk(runner, b, sizes) for b in states if b.by_chunk)
+                found[call.segment] = sum(own)
+        return found
+
     def offloaded(self, sizes: Sizes) -> Any:
         """Bytes that lie in host memory or on disk at the end of the forward."""
-        walk = StepWalk(self, self.step_program, sizes)
-        return sum(walk.bytes_of(value) for value in moved(self.step_program))
+        program = self.step_of(sizes)
+        walk = StepWalk(self, program, sizes)
+        return sum(walk.bytes_of(value) for value in moved(program))
 
 
 def _without_max(total: sympy.Expr) -> list[sympy.Expr]:

@@ -20,6 +20,7 @@ from ..passes.s3_cut.segment import samples
 from ..passes.s5_lower.programs import SegmentPrograms
 from ..passes.s6_schedule.build import schedule
 from ..passes.s6_schedule.checker import UnsoundStep
+from ..passes.s6_schedule.kept_states import segments_with_small_states
 from ..passes.s6_schedule.program import StepProgram
 from ..passes.s6_schedule.step_parts import Making, Programs, StepParts
 from ..passes.s6_schedule.transforms import transformed
@@ -81,7 +82,7 @@ class Executor:
         ]
         self.asked = MaskQuestions(facts, self.parts.masks)
         self.padding = Padding(self)
-        self._steps: dict[tuple[frozenset[int], bool, bool, bool], StepProgram] = {}
+        self._steps: dict[tuple, StepProgram] = {}
         self.shares = Sharing(options.mesh, facts, self.runners, self.parts.random)
 
     @property
@@ -97,6 +98,7 @@ class Executor:
         training: bool = True,
         left_out: bool = False,
         several: bool = False,
+        kept_states: frozenset[int] = frozenset(),
     ) -> StepProgram:
         """The instructions of a step, checked; made once for each kind of step.
 
@@ -105,14 +107,15 @@ class Executor:
             training: there is a backward.
             left_out: some rows of some samples are not run.
             several: each of several devices runs its own rows.
+            kept_states: segments that keep the states of recurrences, see `kept_states`.
 
         Raises:
             CompileError: what was made is wrong.
         """
-        key = full, training, left_out, several
+        key = full, training, left_out, several, kept_states
         if key not in self._steps:
             try:
-                made = transformed(schedule(self.parts, full, training), self.parts, left_out, several)
+                made = transformed(schedule(self.parts, full, training), self.parts, *key[2:])
             except PassError as error:
                 raise compile_error(error) from error
             except UnsoundStep as error:
@@ -123,7 +126,18 @@ class Executor:
     def program_of(self, step: StepData) -> StepProgram:
         """The instructions of a step."""
         full = self.segments_where(lambda runner: runner.is_full(step))
-        return self.step_program(full, step.training, step.needed is not None, step.own is not None)
+        left_out, several = step.needed is not None, step.own is not None
+        kept_states = self.kept_states(step.chunk, step.sizes) if step.training and not several else ()
+        return self.step_program(full, step.training, left_out, several, frozenset(kept_states))
+
+    def kept_states(self, rows: int, sizes: Mapping[sympy.Symbol, int]) -> frozenset[int]:
+        """Segments that keep the states of recurrences in a training step on one device.
+
+        Args:
+            rows: of a chunk.
+            sizes: of all size symbols.
+        """
+        return segments_with_small_states(self.parts, rows, sizes)
 
     def segments_where(self, holds: Callable[[SegmentRunner], bool]) -> frozenset[int]:
         """Of the segments that are run by chunks, the indices of those for which something holds."""

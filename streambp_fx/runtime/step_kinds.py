@@ -105,6 +105,8 @@ def step_kind(executor: Executor, step: StepData, sweep: Sweep | None) -> StepKi
         if runner is None or id(runner.programs) in seen:
             continue
         number = seen[id(runner.programs)] = len(seen)
+        if call.way.keeps_states:
+            programs.add((number, "states of recurrences are kept"))
         extents = runner.extents(step)
         is_loss = isinstance(call, CallLoss) and sweep is not None
         blocks = sweep.blocks(extents) if is_loss and sweep is not None else runner.blocks(step)

@@ -68,8 +68,9 @@ def schedule_text(schedule: ScheduledStep) -> str:
 
 
 def _cost_lines(schedule: ScheduledStep) -> Iterator[str]:
-    """Peak by cause and work, by the cost model."""
-    moments = schedule.timeline()
+    """Kept states, peak by cause, and work, by the cost model."""
+    moments, states = schedule.timeline(), schedule.kept_states()
+    yield from [f"  kept besides: {states}"] if states else []
     peak = max(moments, key=lambda m: m.total)
     parts = [f"{c} {readable(peak.bytes[c])}" for c in CAUSES if peak.bytes.get(c)]
     causes = ", ".join(part.replace(" ", NO_BREAK) for part in parts)

@@ -15,6 +15,7 @@ from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
 from ..passes.s3_cut.segment import samples
 from ..passes.s6_schedule.program import ChunksFirst, unrolled
+from ..units import readable
 from .scheduled_segment import ScheduledSegment
 
 if TYPE_CHECKING:
@@ -129,6 +130,17 @@ class ScheduledStep:
             else:
                 kept |= {n.name: int(row_bytes(self.facts, n)) for n in rows_from_outside(group)}
         return sum(kept.values())
+
+    def kept_states(self) -> str:
+        """What is kept of recurrences for the backward, in words; "" if nothing is.
+
+        For the schedule's length; by default a state is made again.
+        """
+        if self.seq_len is None:
+            return ""
+        found = self.cost.kept_states(self.cost.sizes(self.seq_len))
+        of = f"segment {min(found)}" if len(found) == 1 else f"{len(found)} segments"
+        return f"states of recurrences of {of}, {readable(sum(found.values()))}" if found else ""
 
     @property
     def segments_together(self) -> list[list[Segment]]:

@@ -26,6 +26,10 @@ COLUMNS = {
         '`torch.compile(model, backend="streambp")`: the same without padding, at two lengths',
     ),
     "objective": ("objectives", "functions of a model that are compiled: a mean, and one of pairs"),
+    "another": (
+        "another compiler",
+        "a transformed model under `torch.compile` with another backend is streamed",
+    ),
     "programs": ("programs", "one program for all chunks and all lengths, and no error in a log"),
     "inductor": ("inductor", '`body="inductor"`, in float32'),
     "trainer": (

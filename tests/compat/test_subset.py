@@ -128,6 +128,26 @@ def test_objective(objective: str) -> None:
     assert streambp_fx.schedule(model) is not None, "nothing was streamed"
 
 
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "the model": lambda m: torch.compile(m, backend="eager"),
+    "a function": lambda m: torch.compile(lambda **batch: m(**batch), backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("way", sample(WAYS))
+def test_another(way: str) -> None:
+    """A transformed model under `torch.compile` with another backend: streamed, and so counted."""
+    eager, batch = build("llama"), plain(2, 67)
+    model = transform(copy.deepcopy(eager))
+    call = WAYS[way](model)
+    want, _ = step(eager, batch)
+    loss = call(**batch, use_cache=False).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-12, atol=0)
+    assert_close_grads(grads(model), grads(eager), 1e-9)
+    assert streambp_fx.status(model).streamed_steps == 1
+
+
 # ---- programs
 
 

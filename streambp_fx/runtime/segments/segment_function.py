@@ -42,10 +42,12 @@ class StreamedSegment(torch.autograd.Function):
             outputs = tuple(runner.unwritten(n, step, tensors[0]) for n in runner.segment.outputs)
         else:
             outputs = tuple(run(forward, frame))
+        outputs, states = outputs[: len(runner.segment.outputs)], outputs[len(runner.segment.outputs) :]
         ctx.runner, ctx.step, ctx.procedure = runner, step, backward
-        ctx.inputs, ctx.whole, ctx.kept = len(tensors), len(whole), [len(own) for own in frame.kept.values()]
+        ctx.inputs, ctx.whole, ctx.states = len(tensors), len(whole), len(states)
+        ctx.kept = [len(own) for own in frame.kept.values()]
         read = (as_it_is(t) for t in (*tensors, *whole))
-        ctx.save_for_backward(*read, *itertools.chain(*frame.kept.values()))
+        ctx.save_for_backward(*read, *states, *itertools.chain(*frame.kept.values()))
         if backward is not None:  # what is wrong with it is said in the forward: nothing is half done
             prepare(backward, frame)
         ctx.set_materialize_grads(False)
@@ -68,8 +70,8 @@ class StreamedSegment(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple:
         runner, step = ctx.runner, ctx.step
-        tensors = iter(ctx.saved_tensors)
-        saved, whole = (list(itertools.islice(tensors, n)) for n in (ctx.inputs, ctx.whole))
+        tensors, counts = iter(ctx.saved_tensors), (ctx.inputs, ctx.whole, ctx.states)
+        saved, whole, states = (list(itertools.islice(tensors, n)) for n in counts)
         by_node = dict(zip(runner.segment.outputs, gradients, strict=True))
         given = [by_node[n] for n in runner.diff_outputs]
         if all(g is None for g in given):
@@ -82,6 +84,8 @@ class StreamedSegment(torch.autograd.Function):
             )
         frame.kept = {k: list(itertools.islice(tensors, n)) for k, n in enumerate(ctx.kept)}
         procedure = ctx.procedure
+        kept = (b for b in procedure.parameters if b.kind is BufferKind.STATE)
+        frame.tensors.update(zip(kept, states, strict=True))
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
         found = dict(zip(own, made, strict=True))

@@ -25,6 +25,7 @@ from .names import Scope
 PURPOSE = {
     "forward": "Outputs of a chunk; its state rows are written.",
     "states": "The state rows of a chunk alone: the rebuild before a backward.",
+    "columns": "The state rows of a chunk, without the states of recurrences, which were kept.",
     "joint": "Recomputes and differentiates a chunk; gradients of parameters and states are added in place.",
     "loss": "Values of a chunk and their gradients, in one sweep.",
     "state_joint": "Differentiates the state rows of a chunk, once their gradient is complete.",
@@ -64,14 +65,25 @@ class SegmentCode:
         label: prefix of the names of its functions.
         one_sweep: it is a loss head whose gradient comes with its values.
         trained: a gradient reaches its outputs.
+        keeps_states: the states of recurrences are kept.
+
+    Attributes:
+        kept: what its forward hands to its backward besides the inputs.
     """
 
     def __init__(
-        self, context: Context, runner: SegmentRunner, label: str, one_sweep: bool, trained: bool
+        self,
+        context: Context,
+        runner: SegmentRunner,
+        label: str,
+        one_sweep: bool,
+        trained: bool,
+        keeps_states: bool = False,
     ) -> None:
         self.context, self.runner, self.label = context, runner, label
         self.segment, self.programs = runner.segment, runner.programs
         self.one_sweep, self.trained = one_sweep, trained and runner.needs_grad
+        self.keeps_states = keeps_states
         scope = Scope(context.globals.taken)
         name = lambda nodes, form="{}": [scope.new(form.format(context.model.of(n))) for n in nodes]  # noqa: E731
         states = [s.node for s in self.programs.states.values()]
@@ -84,6 +96,9 @@ class SegmentCode:
         self.accumulators = name(runner.diff_constants, "grad_{}")
         self.saves = context.executor.policy.saves(self.segment) if self.trained else ()
         self.saved = scope.new("saved") if self.saves else ""
+        by_chunk = zip(self.states, self.programs.states.values(), strict=True)
+        kept_states = [n for n, s in by_chunk if s.by_chunk and keeps_states]
+        self.kept = [*([self.saved] if self.saves else []), *kept_states]
         self.names = self._names()
         self.flags = {m: t.name for m in self.masks() if (t := context.plain[m]).answer is None}
         self.variants: dict[Key, list[Variant]] = {}
@@ -130,7 +145,8 @@ class SegmentCode:
     def procedure(self, name: str, full: bool = False) -> Procedure:
         """A part of the segment's step, as it is printed: nothing is written over."""
         saves = () if full else self.saves
-        return self.programs.procedure(name, Way(full, half=is_half(self.segment), saves=saves))
+        way = Way(full, half=is_half(self.segment), saves=saves, keeps_states=self.keeps_states and not full)
+        return self.programs.procedure(name, way)
 
     def _runs(self, full: bool) -> list[Run]:
         """The calls of programs, in the order in which the programs are printed."""

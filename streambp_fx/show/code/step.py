@@ -12,6 +12,7 @@ from torch.fx import Node
 from ...passes.graph.facts import Kind, tensors_of
 from ...passes.graph.printing import WIDTH, fold, listed, pack, remark
 from ...passes.s6_schedule.build import schedule, the_loss
+from ...passes.s6_schedule.kept_states import keep_states
 from ...passes.s6_schedule.program import (
     Again,
     Call,
@@ -51,6 +52,7 @@ class StepCode:
         self.lines: list[str] = []
         self.tables: list[str] = []
         self.keys: dict[Node, str] = {}
+        self.kept: dict[Value, str] = {}  # what forwards hand to backwards, besides their inputs
         self._name_inputs()
         self.scope.taken.update(self.keys.values())
         results = [n for k, n in enumerate(self.executor.results) if k not in self.executor.parts.lazy]
@@ -64,8 +66,9 @@ class StepCode:
         """The step that is printed: nothing lies elsewhere, and nothing is written over."""
         parts, full = self.executor.parts, self.executor.segments_where(self.context.always_full)
         seeds = self.differentiated if self.loss is None else [self.loss]
-        program = schedule(parts, full, seeds=seeds)
-        return drop_what_nobody_reads(keep_inputs_of_groups(program, parts))
+        program = keep_inputs_of_groups(schedule(parts, full, seeds=seeds), parts)
+        kept_states = self.executor.kept_states(self.context.rows, self.context.values)
+        return drop_what_nobody_reads(keep_states(program, parts, kept_states))
 
     # ---- names
 
@@ -220,19 +223,18 @@ class StepCode:
         elif instruction.procedure_name == "backward":
             self._backward(segment, instruction)
         else:
-            self._forward(segment)
+            self._forward(segment, instruction)
 
-    def _forward(self, segment: Any) -> None:
+    def _forward(self, segment: Any, instruction: Call) -> None:
         self.lines.append("")
         sweeps = self.functions.sweeps_of(segment)
         self._refuse_all_rows(segment, sweeps)
-        results = [self._value(n) for n in segment.outputs] + self._kept(segment, sweeps)
+        values = (v for v in instruction.results if v.kind in (ValueKind.KEPT, ValueKind.STATE))
+        names = [f"{name}_{segment.index}" for name in sweeps.code.kept]
+        self.kept.update(zip(values, names, strict=True))
+        results = [*(self._value(n) for n in segment.outputs), *names]
         head = f"{targets(results)} = {self._function(sweeps, 'forward')}("
         self.lines += fold(4, head, self._arguments(segment, sweeps.code), ")")
-
-    def _kept(self, segment: Any, sweeps: Sweeps) -> list[str]:
-        """Where the step keeps what the forward of a segment hands to its backward."""
-        return [f"saved_{segment.index}"] if sweeps.code.saves else []
 
     def _refuse_all_rows(self, segment: Any, sweeps: Sweeps) -> None:
         tests = [t.name for m in sweeps.code.masks() if (t := self.context.open[m]).answer is None]
@@ -267,9 +269,8 @@ class StepCode:
         found = []
         for value in instruction.inputs:
             node = value.node
-            if value.kind is ValueKind.KEPT and value.segment is not None:
-                segment = self.facts.segments[value.segment]
-                found += self._kept(segment, self.functions.sweeps_of(segment))
+            if value in self.kept:
+                found.append(self.kept[value])
             elif value.kind is ValueKind.CAPTURED and self.names.get(node, "").isidentifier():
                 found.append(self.names[node])
         if found:
@@ -322,7 +323,8 @@ class StepCode:
         self.lines.append("")
         sweeps = self.functions.sweeps_of(segment)
         cotangents = [self._popped(v) for v in instruction.inputs if v.kind is ValueKind.GRADIENT]
-        arguments = [*cotangents, *self._kept(segment, sweeps), *self._arguments(segment, sweeps.code)]
+        kept = [self.kept[v] for v in instruction.inputs if v in self.kept]
+        arguments = [*cotangents, *kept, *self._arguments(segment, sweeps.code)]
         self.lines += fold(4, f"found = {self._function(sweeps, 'backward')}(", arguments, ")")
         self._accumulate(instruction.results, segment)
 

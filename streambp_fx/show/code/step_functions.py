@@ -23,7 +23,7 @@ class StepFunctions:
         program: the instructions of the step.
 
     Attributes:
-        sweeps: over the chunks of a segment, by its signature and what it saves.
+        sweeps: over the chunks of a segment, by its signature and what it keeps.
         parts: what runs unchunked, by the index of its segment.
         tail: what is made of the last segment's rows.
         whole: values that no gradient reaches.
@@ -37,6 +37,7 @@ class StepFunctions:
         self.tests: list[Test] = [t for t in (*context.plain.values(), *context.open.values()) if t.text]
         calls = [c for c in program.instructions() if isinstance(c, Call)]
         self.trained = {self.segments[c.segment].signature for c in calls if c.procedure_name != "forward"}
+        self.keeping_states = {c.segment for c in calls if c.way.keeps_states}
         self.sweeps: dict[tuple, Sweeps] = {}
         self.parts: dict[str, PrintedSubgraph] = {}
         for instruction in program.instructions():
@@ -60,12 +61,13 @@ class StepFunctions:
             return
         assert runner is not None
         one_sweep, label = isinstance(instruction, CallLoss), f"segment_{segment.index}"
-        code = SegmentCode(self.context, runner, label, one_sweep, segment.signature in self.trained)
+        trained, keeping = segment.signature in self.trained, segment.index in self.keeping_states
+        code = SegmentCode(self.context, runner, label, one_sweep, trained, keeping)
         alike = [s.index for s in self.segments if self._key(s) == key]
         self.sweeps[key] = Sweeps(code, _numbers(alike))
 
     def _key(self, segment: Segment) -> tuple:
-        return segment.signature, self.executor.policy.saves(segment)
+        return segment.signature, self.executor.policy.saves(segment), segment.index in self.keeping_states
 
     def sweeps_of(self, segment: Segment) -> Sweeps:
         """The sweeps that serve a segment."""

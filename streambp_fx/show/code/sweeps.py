@@ -63,7 +63,7 @@ class Sweeps:
     def parameters(self, cotangents: bool = False) -> list[str]:
         """Names of the parameters of a sweep; `cotangents`: with the gradients, and what was kept."""
         code = self.code
-        first = [*code.cotangents, *([code.saved] if code.saves else [])] if cotangents else []
+        first = [*code.cotangents, *code.kept] if cotangents else []
         names = [*first, *code.rows, *code.constants]
         names += [name for _, name in code.whole_used()]
         seed = ["seed"] if code.seeded else []
@@ -215,7 +215,7 @@ class Sweeps:
         lines = self._head(self.name("forward", full), self.parameters(), f"{self.numbers}, forwards.")
         lines += [f"    {code.saved} = []"] if code.saves else []
         lines += self._print(self.code.procedure("forward", full).body, full)
-        return "\n".join([*lines, *returned([*code.outputs, *([code.saved] if code.saves else [])])])
+        return "\n".join([*lines, *returned([*code.outputs, *code.kept])])
 
     def _backward(self, full: bool) -> str:
         code = self.code

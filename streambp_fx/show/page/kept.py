@@ -30,10 +30,12 @@ def kept_html(schedule: ScheduledStep) -> str:
     rows = "".join(_row(name, columns, tokens) for name in names)
     totals = [sum(_bytes(one, tokens) for one in kept.values()) for _, kept in columns]
     sums = "".join(f'<td class="number" data-bytes="{t}">{readable(t)}</td>' for t in totals)
+    states = schedule.kept_states()
     return (
         '<div class="scroll" tabindex="0"><table id="kept-values"><thead><tr><th scope="col">value</th>'
         f'<th scope="col" class="number">bytes a row</th>{heads}</tr></thead><tbody>{rows}</tbody>'
         f'<tfoot><tr><th scope="row">in each segment</th><td></td>{sums}</tr></tfoot></table></div>'
+        + (f"<p>And {states}.</p>" if states else "")
     )
 
 

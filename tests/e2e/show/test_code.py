@@ -12,10 +12,12 @@ import pytest
 import torch
 from e2e_check import assert_close_grads, assert_close_loss, grads, step, transform
 from e2e_models import CHUNK, build, padded, plain, sample, tokens, true_double
+from test_architectures import BATCHES, model_of
 from test_objectives import WithObjective
 from torch import Tensor, nn
 
 import streambp_fx
+from streambp_fx.passes.s6_schedule import kept_states
 from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, Saving
 
 SMALL = {"chunk": CHUNK, "loss_chunk": 8}
@@ -110,6 +112,19 @@ def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     assert_close_grads(got, want, 1e-9, f"{name}, against eager")
     check_readable(code)
     assert ("saved_1 = segment_1_forward(" in code) == bool(options)
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_states_of_recurrences_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_states, "SMALL", Fraction(1000))
+    model, given = model_of(family), BATCHES["a tail of one row"]
+    streamed = transform(copy.deepcopy(model))
+    _, want = step(streamed, given)
+    code = streambp_fx.schedule(streamed).code()
+    _, got = run(code, model, given)
+    assert_close_grads({n: got.get(n) for n in want}, want, 1e-12, "against the runtime")
+    check_readable(code)
+    assert re.search(r"_state_\d,?\s*\)? = (\(\s*)?segment_\d_forward\(", code)
 
 
 @pytest.mark.slow
