@@ -30,6 +30,7 @@ from ..graph.facts import (
     tensors_of,
 )
 from ..graph.op_arguments import sdpa_arguments
+from ..graph.recurrence import RECURRENCE
 from ..graph.sources import source_line
 from ..rules import Rule, RuleContext, forbid, merge_aligned, rule_for
 from ..rules.asking import ask
@@ -86,6 +87,9 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
         size: the symbol of the batch size.
         states: values of the segment's program that are kept for later chunks.
     """
+    together = next((n for n in states if n.target is RECURRENCE), None)
+    if together is not None:
+        return f"{_op(together)}: its state is that of all samples ({source_line(together)})"
     asked = Facts(facts.module, size, facts.parameters, facts.differentiable, values=facts.values)
     asked.needs_grad = facts.needs_grad
     context = RuleContext(asked)

@@ -7,12 +7,13 @@ One small function an op, registered with `@emit(op)`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
+from ..graph.causal_convolution import CAUSAL_CONV1D, causal_conv1d, rows_before
 from ..graph.facts import Axis, Mask, Role, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.recurrence import RECURRENCE
@@ -171,7 +172,10 @@ def gather(run: Evaluation, node: Node, role: Role) -> Tensor:
 @emit(RECURRENCE)
 def recurrence(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Its step, from the state of the chunk before to the one that it leaves."""
-    own = [None if n is None else run.operand(n, role) for n in node.args[1]]
+    own: list[Any] = [None if n is None else run.operand(n, role) for n in node.args[1]]
+    if node not in run.facts.mixings:  # a convolution along another dim than the sequence
+        rows, weight, bias = own
+        return causal_conv1d(rows, weight, bias, 1, rows.shape[1])
     return run.reader.recur(run.program.states[node], node.args, own)
 
 
@@ -204,7 +208,8 @@ def causal_convolution(run: Evaluation, node: Node, role: Role) -> Tensor:
         read = torch.cat([read.new_zeros((*read.shape[:2], before - last)), read], -1)
     if weight is None:
         return read.narrow(-1, 0, run.ranges.rows)
-    return torch.nn.functional.conv1d(read, weight, bias, 1, 0, call["dilation"], call["groups"])
+    groups = run.operand(call["groups"], role) if isinstance(call["groups"], Node) else call["groups"]
+    return torch.nn.functional.conv1d(read, weight, bias, 1, 0, call["dilation"], groups)
 
 
 @emit(aten.baddbmm.default)

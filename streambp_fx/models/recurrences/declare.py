@@ -80,22 +80,27 @@ def _declare(function: types.FunctionType, interface: Interface) -> bool:
 
 def _fault(function: Callable, interface: Interface, known: Recurrence) -> str:
     """What differs between a function on all rows and on parts of them; "" if nothing does."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # whatever the step runs in that is the first to ask; its backwards, too
     with torch.random.fork_rng(), torch.enable_grad(), torch._C._DisableAutocast():
         torch.manual_seed(0)
-        operands, settings = interface.trial(ENDS[-1], device)
-        whole = interface.plain(function, _leaves(operands), settings)
-        given = _leaves(operands)
-        weights = torch.randn_like(whole)
-        want = _gradients(interface.plain(function, given, settings), given, weights)
-        given = _leaves(operands)
-        parts, state = [], None
-        for start, stop in itertools.pairwise(ENDS):
-            own = [_rows(x, dim, start, stop) for x, dim in zip(given, known.dims, strict=True)]
-            made, state = known.step(own, settings, state)
-            parts.append(made)
-        joined = torch.cat(parts, known.rows)
-        sizes = [operands[k].shape[d] for k, d in known.state]  # type: ignore[union-attr]
+        return _fault_of_trial(function, interface, known)
+
+
+def _fault_of_trial(function: Callable, interface: Interface, known: Recurrence) -> str:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    operands, settings = interface.trial(ENDS[-1], device)
+    whole = interface.plain(function, _leaves(operands), settings)
+    given = _leaves(operands)
+    weights = torch.randn_like(whole)
+    want = _gradients(interface.plain(function, given, settings), given, weights)
+    given = _leaves(operands)
+    parts, state = [], None
+    for start, stop in itertools.pairwise(ENDS):
+        own = [_rows(x, dim, start, stop) for x, dim in zip(given, known.dims, strict=True)]
+        made, state = known.step(own, settings, state)
+        parts.append(made)
+    joined = torch.cat(parts, known.rows)
+    sizes = [operands[k].shape[d] for k, d in known.state]  # type: ignore[union-attr]
     like = operands[known.like]
     assert like is not None and state is not None
     if joined.shape != whole.shape or whole.shape != like.shape or list(state.shape) != sizes:

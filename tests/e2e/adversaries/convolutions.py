@@ -84,6 +84,16 @@ def along_the_width(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + F.conv1d(rows, kernel, padding=2)[..., :WIDTH].mean(1).view_as(x)
 
 
+@CASES.block(parts=lambda: {"apart": nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)})
+def of_channels_of_all_samples(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Samples lie beside channels: how many groups there are depends on the batch."""
+    samples, rows, _ = x.shape
+    weight = m.apart.weight.repeat(samples, 1, 1)
+    own = F.pad(x.transpose(1, 2).reshape(1, samples * WIDTH, rows), (2, 0))
+    made = F.conv1d(own, weight, groups=samples * WIDTH)
+    return x + made.view(samples, WIDTH, rows).transpose(1, 2)
+
+
 @CASES.block(parts=parts)
 def padded_once_for_two(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """The second reads what the first has made of zeros."""

@@ -69,6 +69,24 @@ def two_in_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x
 
 
+def convolved() -> dict[str, Any]:
+    return {**parts(), "wide": nn.Conv1d(1, 1, 3), "apart": nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH)}
+
+
+@CASES.block(parts=convolved)
+def after_a_convolution(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Of each channel for itself: from chunk to chunk go the rows that it reads."""
+    made = m.apart(F.pad(m.norm(x).transpose(1, 2), (3, 0))).transpose(1, 2)
+    return x + scanned(m, F.silu(made), delta_softplus=True)
+
+
+@CASES.block(parts=convolved)
+def after_a_convolution_along_the_width(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """It does not go along the sequence, and the recurrence does."""
+    made = m.wide(F.pad(x.reshape(-1, 1, WIDTH), (2, 0))).view(x.shape)
+    return x + scanned(m, m.norm(made), delta_softplus=True)
+
+
 @CASES.block(parts=parts)
 def of_one_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """The input is the step size as well, and the gate."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ import streambp_fx
 from benchmarks.families.configs import build
 from benchmarks.families.worker import batch
 from streambp_fx.measure.live_bytes import peak_live_bytes
-from streambp_fx.models.recurrences import declare_recurrences
+from streambp_fx.models.recurrences import declare, declare_recurrences
+from streambp_fx.models.recurrences.interface import Interface, is_known
 from streambp_fx.models.recurrences.linear_scan import LinearScan, selective_scan
 from streambp_fx.passes.graph.recurrence import RECURRENCES
 
@@ -38,6 +43,27 @@ def test_functions_of_transformers(family: str, function: str) -> None:
     declare_recurrences(model.modules())
     assert function in names()
     assert not declare_recurrences(model.modules()), "each is looked at once"
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_next", "kimi_linear"])
+def test_tried_whatever_the_first_step_runs_in(family: str) -> None:
+    """Autocast is for the ops of the step; the trial of a function is as exact within it."""
+    module = sys.modules[type(build(family)).__module__]
+    known = [v for v in vars(module).values() if isinstance(v, types.FunctionType) and is_known(v)]
+    pairs = [(f, i) for f in known for i in declare.INTERFACES if i.fits(f)]
+    found = []
+    for mode in (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
+        with mode:
+            found.append([fault(*pair) for pair in pairs])
+    assert found[0].count("") == 1 and found[0] == found[1] == found[2]
+
+
+def fault(function: Callable, interface: Interface) -> str:
+    """What a trial says: "" if a function does what an interface says."""
+    try:
+        return declare._fault(function, interface, interface.recurrence("tried", interface.step(function)))
+    except RuntimeError as error:
+        return str(error)
 
 
 def test_what_only_looks_like_one_is_none() -> None:
