@@ -28,7 +28,6 @@ aten = torch.ops.aten
 Rewrite = Callable[[Graph, Node], "Node | None"]
 REWRITES: dict[Any, list[Rewrite]] = {}
 AHEAD: list[Callable[[Graph], None]] = []  # what is done to a graph before its nodes are rewritten
-END = 2**63 - 1
 ELEMENTWISE = set(pointwise_ops()) - {aten.dropout.default, aten.native_dropout.default}
 
 
@@ -220,13 +219,9 @@ def narrowed(graph: Graph, node: Node) -> Node | None:
 
 @rewrite(aten.slice.Tensor)
 def full_slice(graph: Graph, node: Node) -> Node | None:
-    """A slice that takes everything is the value."""
-    source, dim, start, end, step = (*node.args, None, None, None, None)[:5]
-    size = node.args[0].meta["val"].shape[dim or 0]
-    reaches = end is None or end == END
-    if isinstance(end, Node):
-        reaches = expression(end.meta["val"]) == expression(size)
-    return source if start in (None, 0) and reaches and step in (None, 1) else None
+    """A slice that takes as many entries as there are, one after the other, takes everything."""
+    source, _, _, _, step = (*node.args, None, None, None, None)[:5]
+    return source if step in (None, 1) and shape_of(node) == shape_of(source) else None
 
 
 @rewrite(aten.slice_scatter.default)

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
+from ..graph.causal_convolution import CHANNELS_APART
 from ..graph.facts import Facts, Kind, Reach, Segment, operands, shape_of
 from ..graph.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
@@ -77,12 +78,24 @@ def samples(facts: Facts) -> sympy.Expr:
 
 
 def _stops(facts: Facts, order: list[Node]) -> list[int]:
-    return [
+    found = [
         k
         for k, n in enumerate(order)
         if n in facts.mixings or (n in facts.refusals and n not in facts.context) or n in facts.slices
         or facts.layouts.get(n) is None or is_reduction(facts, n)
     ]  # fmt: skip
+    pairs = itertools.zip_longest(found, found[1:])
+    return [k for k, then in pairs if not _goes_with(order[k], None if then is None else order[then])]
+
+
+def _goes_with(node: Node, then: Node | None) -> bool:
+    """True for a convolution that goes from chunk to chunk, as the recurrence does that comes next.
+
+    What is between the two is wide, and would be stored. Without it nothing more is computed again: the
+    states of both are those of a chunk.
+    """
+    apart = node.target is RECURRENCE and node.args[0] == CHANNELS_APART
+    return apart and then is not None and then.target is RECURRENCE
 
 
 def _contracts(facts: Facts, piece: Segment) -> bool:

@@ -22,7 +22,7 @@ from streambp_fx.measure.live_bytes import peak_live_bytes
 from streambp_fx.models.recurrences import declare, declare_recurrences
 from streambp_fx.models.recurrences.interface import Interface, is_known
 from streambp_fx.models.recurrences.linear_scan import LinearScan, selective_scan
-from streambp_fx.passes.graph.recurrence import RECURRENCES
+from streambp_fx.passes.graph.recurrence import RECURRENCE, RECURRENCES
 
 
 def names() -> set[str]:
@@ -125,3 +125,15 @@ def test_the_peak_is_predicted(family: str) -> None:
     known = [*model.parameters(), *gradients, *model.buffers(), *given.values()]
     expected = planned.cost.peak(planned.cost.sizes(1024, 512)).total
     assert peak_live_bytes(run, known) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "family", ["mamba2", "qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.slow)]
+)
+def test_a_layer_stores_no_more_than_its_input(family: str) -> None:
+    """The convolutions before a recurrence are run with it: what is between them is several times as wide."""
+    model = build(family)
+    planned = streambp_fx.explain(model, seq_len=256, chunk=64, loss_chunk=64)
+    recurrent = [s for s in planned.segments if any(m.node.target is RECURRENCE for m in s.mixings)]
+    widths = {sum(s.saved.values()) for s in recurrent}
+    assert widths == {4 * model.config.hidden_size}, widths
