@@ -52,6 +52,31 @@ SLICES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("part", "left"),
+    [
+        (lambda y: y[:, -y.shape[1] :], 0),
+        (lambda y: y[:, : y.shape[1] + 3], 0),
+        (lambda y: y[:, -100:], 0),
+        (lambda y: y[:, -y.shape[1] + 1 :], 1),
+        (lambda y: y[:, ::2], 1),
+    ],
+    ids=[
+        "from its length before the end",
+        "beyond its end",
+        "before its beginning",
+        "all but one",
+        "every second",
+    ],
+)
+def test_a_slice_of_everything_is_the_value(part: Callable[[Tensor], Tensor], left: int) -> None:
+    (h,) = drawn((2, 7, 5))
+    function = lambda x: part(x.tanh()) * 2  # noqa: E731
+    module = normal(function, h)
+    assert len(module.graph.find_nodes(op="call_function", target=aten.slice.Tensor)) == left
+    torch.testing.assert_close(module(h), function(h))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("part", SLICES)
 def test_slices_of_rows(rows: str, part: str) -> None:
