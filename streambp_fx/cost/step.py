@@ -122,7 +122,7 @@ class StepCost(ProgramCosts):
         if sizes.symbolic:
             sizes = self.sizes(self.facts.values[self.facts.sequence])  # type: ignore[index]
         values = {**self.facts.values, **sizes.others, self.facts.sequence: sizes.tokens}
-        kept_states = self.executor.kept_states(sizes.chunk, values)
+        kept_states = self.executor.segments_keeping_states(sizes.chunk, values)
         full = self.executor.segments_where(self.is_full)
         return self.executor.step_program(full, kept_states=kept_states)
 
@@ -174,7 +174,7 @@ class StepCost(ProgramCosts):
                 found[name] = size, found.get(name, (0, Fraction(0)))[1] + last - first
         return found
 
-    def kept_states(self, sizes: Sizes) -> dict[int, Any]:
+    def bytes_of_kept_states(self, sizes: Sizes) -> dict[int, Any]:
         """By segment, bytes of the states of recurrences that it keeps for the backward."""
         found: dict[int, Any] = {}
         for call in self.step_of(sizes).calls():

@@ -127,10 +127,11 @@ class Executor:
         """The instructions of a step."""
         full = self.segments_where(lambda runner: runner.is_full(step))
         left_out, several = step.needed is not None, step.own is not None
-        kept_states = self.kept_states(step.chunk, step.sizes) if step.training and not several else ()
-        return self.step_program(full, step.training, left_out, several, frozenset(kept_states))
+        keeps = step.training and not several
+        kept_states = self.segments_keeping_states(step.chunk, step.sizes) if keeps else frozenset[int]()
+        return self.step_program(full, step.training, left_out, several, kept_states)
 
-    def kept_states(self, rows: int, sizes: Mapping[sympy.Symbol, int]) -> frozenset[int]:
+    def segments_keeping_states(self, rows: int, sizes: Mapping[sympy.Symbol, int]) -> frozenset[int]:
         """Segments that keep the states of recurrences in a training step on one device.
 
         Args:

@@ -69,7 +69,7 @@ def schedule_text(schedule: ScheduledStep) -> str:
 
 def _cost_lines(schedule: ScheduledStep) -> Iterator[str]:
     """Kept states, peak by cause, and work, by the cost model."""
-    moments, states = schedule.timeline(), schedule.kept_states()
+    moments, states = schedule.timeline(), schedule.kept_states_in_words()
     yield from [f"  kept besides: {states}"] if states else []
     peak = max(moments, key=lambda m: m.total)
     parts = [f"{c} {readable(peak.bytes[c])}" for c in CAUSES if peak.bytes.get(c)]

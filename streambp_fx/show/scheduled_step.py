@@ -131,14 +131,14 @@ class ScheduledStep:
                 kept |= {n.name: int(row_bytes(self.facts, n)) for n in rows_from_outside(group)}
         return sum(kept.values())
 
-    def kept_states(self) -> str:
+    def kept_states_in_words(self) -> str:
         """What is kept of recurrences for the backward, in words; "" if nothing is.
 
         For the schedule's length; by default a state is made again.
         """
         if self.seq_len is None:
             return ""
-        found = self.cost.kept_states(self.cost.sizes(self.seq_len))
+        found = self.cost.bytes_of_kept_states(self.cost.sizes(self.seq_len))
         of = f"segment {min(found)}" if len(found) == 1 else f"{len(found)} segments"
         return f"states of recurrences of {of}, {readable(sum(found.values()))}" if found else ""
 

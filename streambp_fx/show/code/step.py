@@ -67,7 +67,7 @@ class StepCode:
         parts, full = self.executor.parts, self.executor.segments_where(self.context.always_full)
         seeds = self.differentiated if self.loss is None else [self.loss]
         program = keep_inputs_of_groups(schedule(parts, full, seeds=seeds), parts)
-        kept_states = self.executor.kept_states(self.context.rows, self.context.values)
+        kept_states = self.executor.segments_keeping_states(self.context.rows, self.context.values)
         return drop_what_nobody_reads(keep_states(program, parts, kept_states))
 
     # ---- names

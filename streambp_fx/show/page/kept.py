@@ -30,7 +30,7 @@ def kept_html(schedule: ScheduledStep) -> str:
     rows = "".join(_row(name, columns, tokens) for name in names)
     totals = [sum(_bytes(one, tokens) for one in kept.values()) for _, kept in columns]
     sums = "".join(f'<td class="number" data-bytes="{t}">{readable(t)}</td>' for t in totals)
-    states = schedule.kept_states()
+    states = schedule.kept_states_in_words()
     return (
         '<div class="scroll" tabindex="0"><table id="kept-values"><thead><tr><th scope="col">value</th>'
         f'<th scope="col" class="number">bytes a row</th>{heads}</tr></thead><tbody>{rows}</tbody>'

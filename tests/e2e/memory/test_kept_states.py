@@ -14,17 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adversaries import recurrences
-from e2e_check import assert_all_chunked, assert_close_grads, compare, in_double, transform
+from e2e_check import assert_close_grads, compare, in_double, transform
 from e2e_models import sample
 from e2e_subject import WIDTH
-from test_architectures import BATCHES, batch, model_of
+from test_architectures import BATCHES, batch, exact_and_streamed_whole, model_of
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 import streambp_fx
 from benchmarks.families.configs import build
-from benchmarks.families.worker import plain_experts
 from streambp_fx.measure.live_bytes import peak_live_bytes
 from streambp_fx.passes.s6_schedule import kept_states
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
@@ -57,14 +56,8 @@ def programs_of(schedule: Schedule, name: str) -> list[set[str]]:
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("family", sample(FAMILIES, "mamba2"))
 def test_exact(family: str) -> None:
-    with in_double(functools.partial(model_of, family)):
-        streamed = model_of(family)
-        eager = copy.deepcopy(streamed)
-        plain_experts(eager)
-        transform(streamed)
-        compare(eager, streamed, BATCHES, 1e-9)
-        assert_all_chunked(streamed, at_least=4)
-        backwards = programs_of(streambp_fx.schedule(streamed), "backward")
+    streamed = exact_and_streamed_whole(family, BATCHES)
+    backwards = programs_of(streambp_fx.schedule(streamed), "backward")
     assert backwards and all(found == {"joint"} for found in backwards)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from fractions import Fraction
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import assert_all_chunked, check_exact, compare, in_double, pair, step, transform
+from e2e_check import check_exact, compare, in_double, pair, step, transform
 from e2e_memory import live
 from e2e_models import build, padded, plain, sample
-from test_architectures import batch, model_of
+from test_architectures import batch, exact_and_streamed_whole
 
 import streambp_fx
-from benchmarks.families.worker import PADS, plain_experts
+from benchmarks.families.worker import PADS
 from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, Saving
 
 PRICES = [None, ATTENTION, Price(2000, 4096), Price(300, 4096), Price(60, 100), Price(1, 4096)]
@@ -55,15 +54,8 @@ def test_exact(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", sample(ARCHITECTURES, "mamba2"))
 def test_exact_for_other_architectures(family: str) -> None:
-    with in_double(functools.partial(model_of, family)):
-        streamed = model_of(family)
-        eager = copy.deepcopy(streamed)
-        plain_experts(eager)
-        transform(streamed, save=drawn(3))
-        compare(
-            eager, streamed, {f"padding: {side}": batch(67, pads, side) for side, pads in PADS.items()}, 1e-9
-        )
-    assert_all_chunked(streamed, at_least=4)
+    batches = {f"padding: {side}": batch(67, pads, side) for side, pads in PADS.items()}
+    exact_and_streamed_whole(family, batches, save=drawn(3))
 
 
 @pytest.mark.parametrize(

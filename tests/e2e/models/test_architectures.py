@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -72,15 +73,21 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
 
 @pytest.mark.parametrize("family", sample([*EXPERTS, *OTHERS, *SELECTING, *RECURRENT], "qwen3_moe", "mamba2"))
 def test_streamed_whole(family: str) -> None:
+    streamed = exact_and_streamed_whole(family, BATCHES)
+    if family in GROUPED:
+        assert_heads_are_stored_once(streamed)
+
+
+def exact_and_streamed_whole(family: str, batches: Mapping[str, Any], **options: Any) -> Any:
+    """A streamed model, compared with eager in float64, all of which ran by chunks."""
     with in_double(functools.partial(model_of, family)):
         streamed = model_of(family)
         eager = copy.deepcopy(streamed)
         plain_experts(eager)
-        transform(streamed)
-        compare(eager, streamed, BATCHES, 1e-9)
+        transform(streamed, **options)
+        compare(eager, streamed, batches, 1e-9)
         assert_all_chunked(streamed, at_least=4)
-        if family in GROUPED:
-            assert_heads_are_stored_once(streamed)
+    return streamed
 
 
 def assert_heads_are_stored_once(model: Any) -> None:
