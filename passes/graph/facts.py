@@ -171,6 +171,19 @@ class Mixing:
     reach: Reach = Reach.FULL
     window: sympy.Expr | int | None = None
 
+    @property
+    def may_read_all(self) -> bool:
+        """True if a row may read later rows: always, or in a step in which its mask leaves it nothing to see.
+
+        Not so where PyTorch's own attention reads what a mask hides as minus infinity, see NOTE [rows that
+        see nothing].
+        """
+        if self.reach is Reach.FULL or self.mask is None:
+            return self.reach is Reach.FULL
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        boolean = all(tensors_of(n)[0].dtype == torch.bool for n in self.mask.nodes)
+        return not (boolean and self.node.target is attention)
+
 
 class PassError(Exception):
     """A pass failed.

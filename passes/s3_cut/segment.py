@@ -16,7 +16,7 @@ import sympy
 from torch.fx import Node
 
 from ..graph.causal_convolution import CHANNELS_APART
-from ..graph.facts import Facts, Kind, Reach, Segment, operands, shape_of
+from ..graph.facts import Facts, Kind, Reach, Segment, operands, shape_of, tensors_of
 from ..graph.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
 from ..rules.contractions import aten
@@ -77,13 +77,15 @@ def samples(facts: Facts) -> sympy.Expr:
     return sympy.Mul(axis.outer, axis.inner, *(s for d, s in enumerate(sizes) if d not in (dim, width)))
 
 
+def _is_stop(facts: Facts, node: Node) -> bool:
+    """True for a node that a segment has only one of, if it can be cut off from the next one."""
+    refused = node in facts.refusals and node not in facts.context
+    unlike = node in facts.mixings or node in facts.slices or is_reduction(facts, node)
+    return refused or unlike or facts.layouts.get(node) is None
+
+
 def _stops(facts: Facts, order: list[Node]) -> list[int]:
-    found = [
-        k
-        for k, n in enumerate(order)
-        if n in facts.mixings or (n in facts.refusals and n not in facts.context) or n in facts.slices
-        or facts.layouts.get(n) is None or is_reduction(facts, n)
-    ]  # fmt: skip
+    found = [k for k, n in enumerate(order) if _is_stop(facts, n)]
     pairs = itertools.zip_longest(found, found[1:])
     return [k for k, then in pairs if not _goes_with(order[k], None if then is None else order[then])]
 
@@ -96,6 +98,37 @@ def _goes_with(node: Node, then: Node | None) -> bool:
     """
     apart = node.target is RECURRENCE and node.args[0] == CHANNELS_APART
     return apart and then is not None and then.target is RECURRENCE
+
+
+def _side_by_side(facts: Facts, nodes: list[Node]) -> bool:
+    """True if the last of the nodes reads along the same rows as others of them do, and nothing they make.
+
+    A cut between two levels spares making the first again while the state of the second is made. Here that
+    state is made without the first, so a cut spares nothing, and what is alive at it would be stored. But a
+    window beside a longer reach would be read as far as that.
+    """
+    stops = [n for n in nodes if _is_stop(facts, n)]
+    if len(stops) < 2 or nodes[-1] is not stops[-1] or not all(n in facts.mixings for n in stops):
+        return False
+    mixings = [facts.mixings[n] for n in stops]
+    alike = len({(m.reach, m.window) for m in mixings}) == 1
+    if any(n.target is RECURRENCE for n in stops):  # a step in which a row reads all rows would run unchunked
+        alike = alike and not any(m.may_read_all for m in mixings)
+    before, last = set(stops[:-1]), stops[-1]
+    made_of = _rows_made_of(facts, nodes)
+    together = any(not made_of[n].isdisjoint(made_of[last]) for n in before)
+    trained = {n in facts.needs_grad for n in stops}
+    return alike and together and len(trained) == 1 and made_of[last].isdisjoint(before)
+
+
+def _rows_made_of(facts: Facts, nodes: list[Node]) -> dict[Node, set[Node]]:
+    """Of each node the streamed values, but for ids and the like, that it is made of within these nodes."""
+    found: dict[Node, set[Node]] = {}
+    for node in nodes:
+        rows = [n for n in operands(node) if facts.kinds[n] is Kind.STREAM]
+        found[node] = {n for n in rows if any(v.is_floating_point() or v.is_complex() for v in tensors_of(n))}
+        found[node].update(*(found[n] for n in rows if n in found))
+    return found
 
 
 def _contracts(facts: Facts, piece: Segment) -> bool:
@@ -143,7 +176,8 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     cuts: list[int] = []
     for cut, (start, stop, usual) in zip(places, gaps, strict=True):
         least = costs[cut]
-        if math.isinf(least) or (usual and own[cut] > limit):
+        apart = not _side_by_side(facts, order[cuts[-1] if cuts else 0 : stop + 1])
+        if math.isinf(least) or (usual and not (apart and own[cut] <= limit)):
             continue
         if len(cuts) > 1 and order[start - 1] in facts.mixings:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]

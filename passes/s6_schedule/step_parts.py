@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, Mask, Reach, Segment, shape_of, tensors_of
@@ -175,10 +174,7 @@ def masks_to_test(facts: Facts) -> dict[Mask, bool]:
         for mixing in segment.mixings:
             if not segment.chunked or mixing.mask is None or mixing.reach is Reach.FULL:
                 continue
-            boolean = all(tensors_of(n)[0].dtype == torch.bool for n in mixing.mask.nodes)
-            attention = torch.ops.aten.scaled_dot_product_attention.default
-            exact = boolean and mixing.node.target is attention
-            found[mixing.mask] = found.get(mixing.mask, False) or not exact
+            found[mixing.mask] = found.get(mixing.mask, False) or mixing.may_read_all
     return found
 
 

@@ -58,7 +58,8 @@ def programs_of(schedule: Schedule, name: str) -> list[set[str]]:
 def test_exact(family: str) -> None:
     streamed = exact_and_streamed_whole(family, BATCHES)
     backwards = programs_of(streambp_fx.schedule(streamed), "backward")
-    assert backwards and all(found == {"joint"} for found in backwards)
+    columns = {"columns"} if family == "falcon_h1" else set()  # keys and values, of an attention beside it
+    assert backwards and all(found == {"joint"} | columns for found in backwards)
 
 
 class Layer(nn.Module):

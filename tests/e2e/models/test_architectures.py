@@ -90,6 +90,26 @@ def exact_and_streamed_whole(family: str, batches: Mapping[str, Any], **options:
     return streamed
 
 
+# Attentions of which the difference is taken, and an attention beside a recurrence.
+BESIDE = [("diffllama", "sdpa", True), ("falcon_h1", "sdpa", True), ("falcon_h1", "eager", False)]
+
+
+@pytest.mark.parametrize(("family", "impl", "together"), sample(BESIDE, BESIDE[0]))
+def test_levels_side_by_side(family: str, impl: str, together: bool) -> None:
+    """Their layers store what goes in. Not where rows that see nothing would run a recurrence unchunked."""
+    with in_double(functools.partial(model_of, family)):
+        streamed = model_of(family)
+        streamed.set_attn_implementation(impl)
+        eager = copy.deepcopy(streamed)
+        transform(streamed)
+        compare(eager, streamed, BATCHES, 1e-9)
+        assert_all_chunked(streamed, at_least=4)
+    layers = [s for s in streambp_fx.schedule(streamed).segments if s.index and s.kind == "layer"]
+    width = 2 * streamed.config.hidden_size * torch.float64.itemsize
+    most = max(sum(s.saved.values()) for s in layers)
+    assert most == width if together else most > 2 * width, [s.saved for s in layers]
+
+
 def assert_heads_are_stored_once(model: Any) -> None:
     """Keys and values that several heads of queries share are the state as they are projected."""
     attention = model.model.layers[0].self_attn

@@ -112,6 +112,53 @@ def test_states_of_two_attentions_side_by_side_are_not_chained(monkeypatch: pyte
     assert layer.chunked and not layer.chained
 
 
+def side_by_side(**options: object) -> list[Segment]:
+    """The segments of a layer with two attentions, neither of which reads what the other one makes."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        return attend(model, x, **options) - attend(model, x.roll(1, -1), **options)
+
+    return [s for s in one_layer(body).segments if s.mixings]
+
+
+def test_levels_that_do_not_read_each_other_share_a_segment() -> None:
+    """A cut between them would spare no recompute, and store a second value of each row."""
+    (layer,) = side_by_side(is_causal=True)
+    assert layer.chunked and not layer.chained and len(layer.mixings) == 2 and len(layer.rows) == 1
+
+
+def test_levels_side_by_side_that_read_all_rows_share_a_segment() -> None:
+    (layer,) = side_by_side()
+    assert layer.chunked and layer.reach is Reach.FULL and not layer.chained
+
+
+def test_a_level_that_reads_further_has_a_segment_of_its_own() -> None:
+    """It would make the other one read as far."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        i, j = positions(x)
+        near = attend(model, x, attn_mask=(j <= i) & (j > i - 5))
+        return near - attend(model, x.roll(1, -1), is_causal=True)
+
+    layers = [s for s in one_layer(body).segments if s.mixings]
+    assert [s.window for s in layers] == [5, None] and all(s.chunked for s in layers)
+
+
+def test_a_level_whose_queries_another_one_makes_has_a_segment_of_its_own() -> None:
+    """Layers that share keys and values are layers nevertheless."""
+
+    def body(model: OneLayer, x: Tensor) -> Tensor:
+        _, k, v = model.heads(x)
+        for _ in range(2):
+            q = model.query(x).view(*x.shape[:2], 2, -1).transpose(1, 2)
+            x = x + model.out(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
+        return x
+
+    assert [len(s.mixings) for s in one_layer(body).segments if s.mixings] == [1, 1]
+
+
 def test_chained_states_of_which_one_sees_later_rows_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of a chunk would need those of all other chunks, each of which needs those of this one."""
 
