@@ -41,6 +41,7 @@ from .s1_capture.capture import capture
 from .s1_capture.normalize import normalize
 from .s2_prove.axes import axes, check_sequence
 from .s2_prove.footprints import footprints
+from .s2_prove.trained_bias import trained_bias
 from .s3_cut.lazy_outputs import lazy_outputs
 from .s3_cut.segment import segment
 from .s3_cut.signatures import signatures
@@ -83,6 +84,12 @@ PASSES: tuple[GraphPass, ...] = (
         lambda graph, _: normalize(graph),
         needs=("graph",),
         gives=("normal form",),
+    ),
+    Pass(
+        "trained_bias",
+        "a trained bias of rows and columns is made by each attention that reads it",
+        lambda graph, _: trained_bias(graph),
+        needs=("normal form",),
     ),
     Pass(
         "axes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.functions import FloorDiv
 
 if TYPE_CHECKING:
     from ..s6_schedule.program.several_devices import SeveralDevices
@@ -338,8 +340,18 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
-    """A size as a sympy expression."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    """A size as a sympy expression; `s**2 // s`, which PyTorch leaves as it is, is `s`."""
+    return _divided(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _divided(size: sympy.Expr) -> sympy.Expr:
+    def quotient(base: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+        found = sympy.cancel(base / divisor)
+        whole = found.is_polynomial() and all(c.is_integer for c in sympy.Poly(found).coeffs())
+        return found if whole else FloorDiv(base, divisor)
+
+    return size.replace(FloorDiv, quotient) if size.has(FloorDiv) else size
 
 
 def shape_of(node: Node) -> tuple[sympy.Expr, ...]:

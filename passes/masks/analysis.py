@@ -282,10 +282,22 @@ def materialize(
     return Blocks(fetch, is_linear).block(node, tuple(dims))
 
 
-def can_materialize(node: fx.Node, is_linear: Callable[[fx.Node], bool] = repeats_no_symbol) -> bool:
-    """True if `materialize` has rules for any block of the last two dims of `node`; looks at no tensor."""
+def can_materialize(
+    node: fx.Node,
+    is_linear: Callable[[fx.Node], bool] = repeats_no_symbol,
+    cut: Sequence[int] | None = None,
+) -> bool:
+    """True if `materialize` has rules for any block of `node` in some dims; looks at no tensor.
+
+    Args:
+        node: the value.
+        is_linear: as for `analyze`.
+        cut: in which dims; None: in the last two.
+    """
     ndim = len(shape(node))
-    pending = [(node, (None,) * (ndim - 2) + ((0, 1),) * min(ndim, 2))]
+    cut = range(ndim)[-2:] if cut is None else cut
+    first: Dims = tuple((0, 1) if d in cut else None for d in range(ndim))
+    pending = [(node, first)]
     seen: set[tuple] = set()
     while pending:
         n, dims = pending.pop()

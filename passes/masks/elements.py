@@ -151,16 +151,52 @@ class MaskRule:
 MASK_RULES: dict[Any, MaskRule] = {}
 
 
+def aligned(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
+    """All tensor operands, their dims aligned from the right as broadcasting does."""
+    return [(n, broadcast(node, n, dims)) for n in node.all_input_nodes if is_tensor(n)]
+
+
+def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
+    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right.
+
+    Raises:
+        MaskNotUnderstood: the operand has more dims, or others.
+    """
+    sizes, out = shape(operand), shape(node)
+    if len(sizes) > len(out):
+        raise MaskNotUnderstood(node, f"{operand.name} has more dims than the result")
+    tail = len(out) - len(sizes)
+    if any(s not in (1, o) for s, o in zip(sizes, out[tail:], strict=True)):
+        raise MaskNotUnderstood(node, f"cannot align {operand.name} {sizes} with {out}")
+    return values[tail:]
+
+
+def call(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
+    """The op itself on the operands' blocks; the result has the rank and the dtype of `node`."""
+
+    def value(n: fx.Node) -> Any:
+        return operands[n] if n in operands else blocks.fetch(n)
+
+    return node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+
+
 def rule_for(node: fx.Node) -> MaskRule:
-    """The rule of the node's op.
+    """The rule of the node's op. An elementwise op without one has blocks, and nothing is known of elements.
 
     Raises:
         MaskNotUnderstood: there is none.
     """
     rule = MASK_RULES.get(node.target) if node.op == "call_function" else None
+    tags = getattr(node.target, "tags", ())
+    if rule is None and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        return MaskRule(_unknown, aligned, call)
     if rule is None:
         raise MaskNotUnderstood(node, f"no mask rule for {node.target}")
     return rule
+
+
+def _unknown(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
+    raise MaskNotUnderstood(node, f"no mask rule for {node.target}")
 
 
 class Elements:

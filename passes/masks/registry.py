@@ -8,40 +8,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from .elements import MASK_RULES, Blocks, Dims, Leaf, MaskNotUnderstood, MaskRule, is_tensor, leaf_of, shape
+from .elements import (  # noqa: F401  (`broadcast` is for the modules of rules)
+    MASK_RULES,
+    Leaf,
+    MaskNotUnderstood,
+    MaskRule,
+    aligned,
+    broadcast,
+    call,
+    leaf_of,
+    shape,
+)
 
 aten = torch.ops.aten
 # Integer arithmetic may be exact in these; whether what it makes fits is looked at (`masks.elements._fits`).
 EXACT = (torch.int32, torch.int64)
-
-
-def aligned(node: fx.Node, dims: Dims) -> list[tuple[fx.Node, Dims]]:
-    """All tensor operands, their dims aligned from the right as broadcasting does."""
-    return [(n, broadcast(node, n, dims)) for n in node.all_input_nodes if is_tensor(n)]
-
-
-def broadcast(node: fx.Node, operand: fx.Node, values: tuple) -> tuple:
-    """The entries of `values` (one a dim of `node`) for the dims of `operand`, aligned from the right.
-
-    Raises:
-        MaskNotUnderstood: the operand has more dims, or others.
-    """
-    sizes, out = shape(operand), shape(node)
-    if len(sizes) > len(out):
-        raise MaskNotUnderstood(node, f"{operand.name} has more dims than the result")
-    tail = len(out) - len(sizes)
-    if any(s not in (1, o) for s, o in zip(sizes, out[tail:], strict=True)):
-        raise MaskNotUnderstood(node, f"cannot align {operand.name} {sizes} with {out}")
-    return values[tail:]
-
-
-def call(blocks: Blocks, node: fx.Node, dims: Dims, operands: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
-    """The op itself on the operands' blocks; the result has the rank and the dtype of `node`."""
-
-    def value(n: fx.Node) -> Any:
-        return operands[n] if n in operands else blocks.fetch(n)
-
-    return node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
 
 
 def mask_rule(

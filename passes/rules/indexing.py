@@ -98,7 +98,7 @@ def index(ctx: RuleContext, node: Node) -> Layout:
     forbid(layout, used, "an index along")
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tables):
         raise NotSeparable("an index by a mask")
-    if any(ctx.facts.kind(i) is Kind.SQUARE for i in tables):
+    if any(ctx.facts.kind(i) is Kind.SQUARE for i in tables) and not ctx.places:
         raise NotSeparable("an index of sequence by sequence")
     if not used or used != list(range(used[0], used[0] + len(used))):
         raise NotSeparable("an index on dims that are not next to each other")

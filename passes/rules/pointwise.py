@@ -33,7 +33,9 @@ def align(ctx: RuleContext, node: Node, inputs: list[Node]) -> Layout:
         ctx.seen.add(operand)
         kind = ctx.facts.kinds.get(operand)
         layout = ctx.facts.layouts.get(operand)
-        if kind is Kind.SQUARE or layout is None:
+        if kind is Kind.SQUARE and ctx.places:
+            merge_aligned(result, ctx.layout(operand), shape_of(operand))
+        elif kind is Kind.SQUARE or layout is None:
             if kind is Kind.STREAM:
                 raise NotSeparable(f"the sequence axis of operand {operand.name} is unknown")
             unproved.append(operand)

@@ -9,7 +9,18 @@ import sympy
 from torch.fx import Node
 
 from ..graph.determinism import DETERMINISTIC
-from ..graph.facts import Axis, Facts, Layout, Mixing, NotSeparable, Role
+from ..graph.facts import (
+    COLUMN_AXIS,
+    ROW_AXIS,
+    Axis,
+    Facts,
+    Kind,
+    Layout,
+    Mixing,
+    NotSeparable,
+    Role,
+    shape_of,
+)
 
 Rule = Callable[["RuleContext", Node], Layout]
 RULES: dict[Any, Rule] = {}
@@ -68,11 +79,13 @@ class RuleContext:
 
     Attributes:
         seen: operands that the rule that is being asked has looked at.
+        places: True while a rule is asked of an op that is given no rows, see `places`.
     """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.seen: set[Node] = set()
+        self.places = False
 
     def rank(self, node: Node) -> int:
         """Number of dims of the value of a node."""
@@ -88,6 +101,8 @@ class RuleContext:
             return ()
         self.seen.add(node)
         known = self.facts.layouts.get(node)
+        if known is None and self.places and self.facts.kinds.get(node) is Kind.SQUARE:
+            known = places(self.facts, node)
         if known is None:
             raise NotSeparable(f"the sequence axis of operand {node.name} is unknown")
         return known
@@ -99,6 +114,23 @@ class RuleContext:
     def mixes(self, mixing: Mixing) -> None:
         """Record that the op reads some operands by columns."""
         self.facts.mixings[mixing.node] = mixing
+
+
+def places(facts: Facts, node: Node) -> Layout | None:
+    """Rows and columns of data that has two dims of the size of the sequence symbol: in this order.
+
+    NOTE [places]: data by itself has neither rows nor columns: its reader tells, by the dims that it aligns
+    them with. An op of data and parameters alone has no such partner. As all of the data is there, either
+    dim may be the one that is made by chunks. If what is made of it meets scores the other way round, that is
+    refused there.
+    """
+    shape = shape_of(node)
+    square = [d for d, size in enumerate(shape) if size == facts.sequence]
+    others = (s for d, s in enumerate(shape) if d not in square)
+    if len(square) != 2 or any(facts.sequence in s.free_symbols for s in others):
+        return None
+    axes = {square[0]: ROW_AXIS, square[1]: COLUMN_AXIS}
+    return tuple(axes.get(d) for d in range(len(shape)))
 
 
 def normalize_dim(dim: int, rank: int) -> int:

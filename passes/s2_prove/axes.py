@@ -14,11 +14,13 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.autograd_functions import CustomFunction
 from ..graph.facts import (
+    COLUMN_AXIS,
     ROW_AXIS,
     CapturedGraph,
     Facts,
     Kind,
     Layout,
+    Mixing,
     NotSeparable,
     operands,
     shape_of,
@@ -227,12 +229,37 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
             raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")
         if function is None:
             raise NotSeparable(f"no rule for {node.target}")
-        return ask(_whole_rows(function) if facts.kinds[node] is Kind.WHOLE else function, context, node)
+        if facts.kinds[node] is Kind.WHOLE:
+            return ask(_whole_rows(function), context, node)
+        return _bias(function, context, node) if _has_no_rows(facts, node) else ask(function, context, node)
     except NotSeparable as refusal:
         if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):
             facts.refusals[node] = str(refusal)
             return _healed(facts, context, node)
         return _whole(facts, node)
+
+
+def _has_no_rows(facts: Facts, node: Node) -> bool:
+    """True for a streamed value that parameters, and data of rows and columns, are all there is of."""
+    kinds = {facts.kinds[n] for n in operands(node) if facts.carries(n)}
+    constant = all(facts.kinds[n] is not Kind.REDUCED for n in operands(node))
+    return facts.kinds[node] is Kind.STREAM and kinds == {Kind.SQUARE} and constant
+
+
+def _bias(function: Rule, context: RuleContext, node: Node) -> Layout:
+    """The layout of a bias by place, see NOTE [places]. Its columns come into being here, as scores do.
+
+    Raises:
+        NotSeparable: the rule refuses it.
+    """
+    context.places = True
+    try:
+        found = ask(function, context, node)
+    finally:
+        context.places = False
+    if COLUMN_AXIS in found:
+        context.mixes(Mixing(node, columns=()))
+    return found
 
 
 def _whole_rows(function: Rule) -> Rule:

@@ -7,13 +7,15 @@ by how much: CAUSAL [0, i], WINDOW [i - w + 1, i] or FULL. What is known of scor
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..graph.facts import Facts, Kind, Mask, Mixing, Reach, Role
+from ..graph.facts import Facts, Kind, Layout, Mask, Mixing, NotSeparable, Reach, Role, operands
 from ..masks.analysis import analyze_parts
+from ..rules import RuleContext, rule_for
 from . import score_rules  # noqa: F401  (registers the transfer functions)
 from .scores import Hidden, Score, Scores, is_elementwise, normalised_dim
 
@@ -70,8 +72,9 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
 
     NOTE [scores]: a score that its softmax multiplies by exactly zero contributes nothing, forwards or
     backwards, so the columns of the scores need only reach as far as those of the product with the values.
-    Two kinds of op may stand between the two: those that make an element of the element at the same place,
-    and a softmax over the columns of scores that are masked out by the very mask that limits the product.
+    Two kinds of op may stand between the two: those that make an element of elements at the same row and
+    column, and a softmax over the columns of scores that are masked out by the very mask that limits the
+    product.
     A reduction to a number a row, to which what a mask hides adds nothing, reads as far as that mask.
     Any other use of a (row, column) value makes it FULL.
 
@@ -103,7 +106,7 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
             elif ends is not None:
                 readers.append(Mixing(user, (), ends, *reach_of(facts, ends)))
                 continue
-            elif user.op == "output" or not facts.has_columns(user) or not is_elementwise(facts, user):
+            elif not facts.has_columns(user) or not _keeps_places(facts, user):
                 return _read_all(mixing)
             pending.append(user)
     if not readers:
@@ -116,6 +119,29 @@ def _follow_readers(facts: Facts, scores: Scores, mixing: Mixing) -> None:
         return _read_all(mixing)
     mixing.reach, mixing.window, mixing.mask = widest.reach, widest.window, widest.mask
     return None
+
+
+def _keeps_places(facts: Facts, node: Node) -> bool:
+    """True for an op that makes what is at a row and a column of what is there in its operands.
+
+    Either it is elementwise, or its rule says so (of a linear map of features): of rows it does, and it is
+    asked about the columns as if they were rows.
+    """
+    if node.op == "output" or is_elementwise(facts, node):
+        return node.op != "output"
+    layouts = {n: _columns_as_rows(facts.layouts.get(n)) for n in operands(node)}
+    asked = replace(facts, layouts=layouts, mixings={}, local=dict(facts.local), not_linear=set())
+    function = rule_for(facts, node)
+    try:
+        found = None if function is None else function(RuleContext(asked), node)
+    except NotSeparable:
+        return False
+    return found is not None and found == _columns_as_rows(facts.layouts[node]) and not asked.mixings
+
+
+def _columns_as_rows(layout: Layout | None) -> Layout | None:
+    axes = (a if a is not None and a.role is Role.COLUMN else None for a in layout or ())
+    return None if layout is None else tuple(None if a is None else replace(a, role=Role.ROW) for a in axes)
 
 
 def _read_all(mixing: Mixing) -> None:

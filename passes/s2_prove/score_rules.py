@@ -36,9 +36,9 @@ def product(scores: Scores, node: Node, call: Call) -> Score | None:
     return ORDINARY if node in scores.facts.mixings else None
 
 
-@transfer(aten.gather.default)
+@transfer(aten.gather.default, aten.embedding.default, aten.index.Tensor)
 def gather(scores: Scores, node: Node, call: Call) -> Score | None:
-    """Numbers of each row at places that data says."""
+    """Numbers of each row, or of a table of parameters, at places that data says."""
     return ORDINARY if node in scores.facts.mixings else None
 
 
@@ -176,6 +176,8 @@ def _biased(scores: Scores, known: Score, part: tuple[Node, Reading], factor: fl
 def mul(scores: Scores, node: Node, call: Call) -> Score | None:
     """`self * other`, either way round."""
     left, right = call["self"], call["other"]
+    if node in scores.facts.mixings:  # parameters times data: see NOTE [places]
+        return _with_data(scores, ORDINARY, left if scores.is_data(left) else right, 1.0)
     if scores.of(left) is None:
         left, right = right, left
     known, other, number = scores.of(left), scores.of(right), scores.number(right)

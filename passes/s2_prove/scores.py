@@ -119,6 +119,8 @@ class Scores:
         if self._is_moved or is_view(node):
             self._moved.add(node)
         found = function(self, node, arguments(node)) if function is not None else None
+        if found is None and node in self.facts.mixings:
+            found = Score(ordinary=False, finite=False)  # nothing; a mask may still hide what is added to it
         if found is not None and (self._is_upright(node) or self._is_known(node, found)):
             self._of[node] = found
 

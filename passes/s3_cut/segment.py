@@ -19,6 +19,7 @@ from ..graph.causal_convolution import CHANNELS_APART
 from ..graph.facts import Facts, Kind, Reach, Segment, operands, shape_of, tensors_of
 from ..graph.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
+from ..rules import places
 from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
 from .alive_bytes import alive_costs, lifetimes, own_costs, row_axis, row_bytes
@@ -334,7 +335,8 @@ def _judge(facts: Facts, piece: Segment) -> None:
             break
     for mask in closure(facts, piece.nodes, {Kind.SQUARE}) if piece.chunked else ():
         read_by_rows = any(u in set(piece.nodes) for u in mask.users)
-        if read_by_rows and not can_materialize(mask, lambda n: facts.kinds.get(n) is Kind.WHOLE):
+        cut = [d for d, axis in enumerate(places(facts, mask) or ()) if axis is not None] or None
+        if read_by_rows and not can_materialize(mask, lambda n: facts.kinds.get(n) is Kind.WHOLE, cut):
             piece.chunked, piece.refused = False, mask
             piece.reason = "a sequence x sequence value cannot be built by rows"
     for value in closure(facts, piece.nodes, {Kind.CONSTANT}) if piece.chunked else ():

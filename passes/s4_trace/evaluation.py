@@ -13,6 +13,7 @@ from torch.fx import Node
 from ..graph.facts import Axis, Kind, PassError, Role, shape_of, tensors_of
 from ..graph.symbols import evaluate, evaluate_size
 from ..masks.analysis import materialize
+from ..rules import places
 from ..rules.op_sets import ALIGNED
 from .carried_state import Ranges, Size, StateReader, edges
 from .foreign_ops import call_foreign, is_foreign
@@ -92,6 +93,7 @@ class Evaluation:
             own = axes if axes is not None else self.facts.layouts.get(node)
             return self.slice_whole(node, own or (None,) * self.bound[node].dim(), role)
         if kind is Kind.SQUARE:
+            axes = axes if axes is not None else places(self.facts, node)  # of an op that is given no rows
             assert axes is not None, f"{node} needs the axes of its reader"
             return self.block(node, axes)
         if (node, Role.ROW) not in self.values:

@@ -13,7 +13,17 @@ from e2e_models import build, plain
 
 import streambp_fx
 
-PASSES = ["capture", "autocast", "normalize", "axes", "footprints", "masks", "widen_late", "lazy_outputs"]
+PASSES = [
+    "capture",
+    "autocast",
+    "normalize",
+    "trained_bias",
+    "axes",
+    "footprints",
+    "masks",
+    "widen_late",
+    "lazy_outputs",
+]
 PASSES += ["segment", "signatures"]
 PASSES += [
     "accumulate",

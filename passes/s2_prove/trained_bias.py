@@ -1,0 +1,162 @@
+"""trained_bias: a bias of attention that is trained is made by each attention that reads it.
+
+NOTE [trained biases]: what positions and parameters alone make of rows and columns (a table that is looked up
+by distance, slopes times distances, a small network of them) is as large as the scores that it is added to,
+and often all layers read the one that the first has made. Nothing so large is stored. Each reader makes it
+anew, and a chunk no more than its own rows and columns of it: little work beside the scores. The gradients
+that the readers give to the parameters are summed, as those of any parameter with several readers.
+
+PyTorch's attention runs its unfused kernel where its mask has a gradient. Here such an attention is written
+as the ops of that kernel, so that the rules for scores say how far its rows read.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..graph.facts import CapturedGraph, operands, shape_degree, shape_of, tensors_of
+from ..graph.op_arguments import sdpa_arguments
+from ..graph.purity import is_impure, is_random
+from ..s1_capture.normalize import cast, insert
+from .gradient_edges import GradientEdges
+
+aten = torch.ops.aten
+
+
+class _Made(enum.Enum):
+    """Of what a value is made."""
+
+    DATA = enum.auto()  # of no parameter
+    WEIGHTS = enum.auto()  # of parameters, and of data without the sequence
+    BIAS = enum.auto()  # of rows and columns: of weights and data
+    ROWS = enum.auto()  # of anything else
+
+
+def trained_bias(captured: CapturedGraph) -> CapturedGraph:
+    """Have each reader of a trained bias make it, in place."""
+    graph = captured.module.graph
+    if captured.sequence is None:
+        return captured
+    changed = [n for n in graph.nodes if _has_trained_mask(captured, n)]
+    for node in changed:
+        _write_out(graph, node)
+    made = _origins(captured)
+    biases = [n for n, origin in made.items() if origin is _Made.BIAS]
+    for bias in biases:
+        for user in list(bias.users):
+            if made.get(user) is not _Made.BIAS and user.op != "output":
+                user.replace_input_with(bias, _again(graph, user, bias, made))
+    if changed or biases:
+        graph.eliminate_dead_code(is_impure_node=is_impure)
+        captured.module.recompile()
+    return captured
+
+
+# ---- attention
+
+
+def _has_trained_mask(captured: CapturedGraph, node: Node) -> bool:
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return False
+    mask = sdpa_arguments(node)["attn_mask"]
+    if not isinstance(mask, Node) or not tensors_of(mask)[0].is_floating_point():
+        return False
+    above = _above(mask)
+    parameters = {*captured.parameters, *captured.differentiable} & above
+    return bool(parameters) and _has_gradient(captured, mask, above, parameters)
+
+
+def _above(node: Node) -> set[Node]:
+    """What a value is made of, it among that."""
+    found, pending = {node}, [node]
+    while pending:
+        fresh = set(operands(pending.pop())) - found
+        found |= fresh
+        pending += fresh
+    return found
+
+
+def _has_gradient(
+    captured: CapturedGraph, value: Node, above: Collection[Node], parameters: Collection[Node]
+) -> bool:
+    edges = GradientEdges(captured.values)
+    differentiated = {n for n in parameters if n in captured.differentiable}
+    for node in captured.module.graph.nodes:
+        if node in above and edges.of(node, differentiated):
+            differentiated.add(node)
+    return value in differentiated
+
+
+def _write_out(graph: Graph, node: Node) -> None:
+    """Attention as a product, a sum, a softmax and a product; in half precision, in float32."""
+    call = sdpa_arguments(node)
+    query, key, value = (call[name] for name in ("query", "key", "value"))
+    own = tensors_of(node)[0].dtype
+
+    def op(target: Any, *args: Any) -> Node:
+        return insert(graph, node, target, *args)
+
+    wide = torch.float32 if own in (torch.float16, torch.bfloat16) else own
+    query, key, value = (cast(graph, node, n, wide) for n in (query, key, value))
+    if call["enable_gqa"] and shape_of(query)[-3] != shape_of(key)[-3]:
+        heads = int(shape_of(query)[-3] / shape_of(key)[-3])
+        key, value = (_repeated(graph, node, n, heads) for n in (key, value))
+    scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(int(shape_of(query)[-1]))
+    scores = op(aten.mul.Tensor, op(aten.matmul.default, query, op(aten.transpose.int, key, -2, -1)), scale)
+    weights = op(aten._safe_softmax.default, op(aten.add.Tensor, scores, call["attn_mask"]), -1)
+    if call["dropout_p"]:
+        weights = op(aten.dropout.default, weights, call["dropout_p"], True)
+    found = cast(graph, node, op(aten.matmul.default, weights, value), own)
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def _repeated(graph: Graph, before: Node, value: Node, times: int) -> Node:
+    """Each head (of (B, heads, T, d)) so many times, next to each other."""
+    apart = insert(graph, before, aten.unsqueeze.default, value, 2)
+    wide = insert(graph, before, aten.expand.default, apart, [-1, -1, times, -1, -1])
+    return insert(graph, before, aten.flatten.using_ints, wide, 1, 2)
+
+
+# ---- who makes a bias
+
+
+def _origins(captured: CapturedGraph) -> dict[Node, _Made]:
+    found: dict[Node, _Made] = {}
+    for node in captured.module.graph.nodes:
+        if node.op != "output":
+            found[node] = _origin(captured, node, {found[n] for n in operands(node)})
+    return found
+
+
+def _origin(captured: CapturedGraph, node: Node, made: set[_Made]) -> _Made:
+    assert captured.sequence is not None
+    degree = max((shape_degree(v, captured.sequence) for v in tensors_of(node)), default=0)
+    if node.op in ("placeholder", "get_attr"):
+        trained = node in captured.parameters or node in captured.differentiable
+        return (_Made.ROWS if degree else _Made.WEIGHTS) if trained else _Made.DATA
+    if made <= {_Made.DATA}:
+        return _Made.DATA
+    one_result = isinstance(node.meta.get("val"), torch.Tensor)
+    one_result = one_result and isinstance(node.target, torch._ops.OpOverload)
+    if _Made.ROWS in made or not one_result or is_random(node):
+        return _Made.ROWS
+    if degree == 0 and _Made.BIAS not in made:
+        return _Made.WEIGHTS
+    return _Made.BIAS if degree > 1 else _Made.ROWS
+
+
+def _again(graph: Graph, user: Node, bias: Node, made: dict[Node, _Made]) -> Node:
+    """What makes a bias once more, before its reader."""
+    chain = [n for n in graph.nodes if n in _above(bias) and made.get(n) is _Made.BIAS]
+    copies: dict[Node, Node] = {}
+    with graph.inserting_before(user):
+        for node in chain:
+            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+    return copies[bias]
