@@ -14,9 +14,9 @@ from in_processes import in_processes
 OFTEN = [
     Case(transformed="before", batch="ragged", accumulate=2),
     Case("lora", "embedding_once", batch="ignored", options={"every": 2}),
-    Case("tied", "ddp"),
 ]
 SELDOM = [
+    Case("tied", "ddp"),
     Case("experts", batch="padded"),
     *(Case(engine=e) for e in ("fsdp2", "root", "layers", "parts", "kept", "ddp_unused", "ddp_static")),
     Case(engine="mixed", tolerance=1e-5),

@@ -77,7 +77,7 @@ def bfloat16() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("bfloat16")
-@pytest.mark.parametrize("door", sample(["transform", "compile"], "transform"))
+@pytest.mark.parametrize("door", sample(["transform", "compile"]))
 def test_a_default_dtype(door: str) -> None:
     """Places of the sequence that the self-check cuts out are beyond 256, where bfloat16 counts by twos."""
     with in_double(lambda: build("llama")):

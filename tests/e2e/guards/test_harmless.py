@@ -30,7 +30,7 @@ def trained_once(family: str = "llama", **over: Any) -> tuple[Any, Any]:
     return original, streamed
 
 
-@pytest.mark.parametrize("family", sample(["llama", "gemma2", "opt"], "gemma2"))
+@pytest.mark.parametrize("family", sample(["llama", "gemma2", "opt"], "llama"))
 def test_inference_is_bitwise_the_original(family: str) -> None:
     original, streamed = trained_once(family, dtype=torch.float32)
     for batch in (plain(2, 67), padded(67, "left"), plain(1, 1)):

@@ -67,6 +67,7 @@ def uncached() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncached")
 def test_a_program_is_compiled_outside_of_the_modes_of_a_step() -> None:
     """The first step that runs it may be within a mode; later ones are not."""
