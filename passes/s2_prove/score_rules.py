@@ -12,7 +12,17 @@ from torch.fx import Node
 
 from ..graph.facts import Reading, Role, tensors_of
 from ..graph.purity import is_random
-from .scores import ORDINARY, SOFTMAXES, Call, Hidden, Score, Scores, normalised_dim, transfer
+from .bias_rules import is_parameter
+from .scores import (
+    ORDINARY,
+    SOFTMAXES,
+    Call,
+    Hidden,
+    Score,
+    Scores,
+    normalised_dim,
+    transfer,
+)
 
 aten = torch.ops.aten
 # Numbers that scores may be multiplied by, or that may be added to them, without becoming extreme.
@@ -36,9 +46,9 @@ def product(scores: Scores, node: Node, call: Call) -> Score | None:
     return ORDINARY if node in scores.facts.mixings else None
 
 
-@transfer(aten.gather.default, aten.embedding.default, aten.index.Tensor)
+@transfer(aten.gather.default)
 def gather(scores: Scores, node: Node, call: Call) -> Score | None:
-    """Numbers of each row, or of a table of parameters, at places that data says."""
+    """Numbers of each row at places that data says."""
     return ORDINARY if node in scores.facts.mixings else None
 
 
@@ -177,7 +187,8 @@ def mul(scores: Scores, node: Node, call: Call) -> Score | None:
     """`self * other`, either way round."""
     left, right = call["self"], call["other"]
     if node in scores.facts.mixings:  # parameters times data: see NOTE [places]
-        return _with_data(scores, ORDINARY, left if scores.is_data(left) else right, 1.0)
+        data, factor = (left, right) if scores.is_data(left) else (right, left)
+        return _with_data(scores, ORDINARY, data, 1.0) if is_parameter(scores, factor) else None
     if scores.of(left) is None:
         left, right = right, left
     known, other, number = scores.of(left), scores.of(right), scores.number(right)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -43,15 +42,17 @@ def trained_bias(captured: CapturedGraph) -> CapturedGraph:
     graph = captured.module.graph
     if captured.sequence is None:
         return captured
-    changed = [n for n in graph.nodes if _has_trained_mask(captured, n)]
+    changed = _with_trained_mask(captured, _origins(captured))
     for node in changed:
         _write_out(graph, node)
     made = _origins(captured)
+    place = {n: k for k, n in enumerate(made)}
     biases = [n for n, origin in made.items() if origin is _Made.BIAS]
     for bias in biases:
         for user in list(bias.users):
             if made.get(user) is not _Made.BIAS and user.op != "output":
-                user.replace_input_with(bias, _again(graph, user, bias, made))
+                chain = sorted(_made_of_biases(bias, made), key=place.__getitem__)
+                user.replace_input_with(bias, _again(graph, user, chain))
     if changed or biases:
         graph.eliminate_dead_code(is_impure_node=is_impure)
         captured.module.recompile()
@@ -61,36 +62,18 @@ def trained_bias(captured: CapturedGraph) -> CapturedGraph:
 # ---- attention
 
 
-def _has_trained_mask(captured: CapturedGraph, node: Node) -> bool:
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return False
-    mask = sdpa_arguments(node)["attn_mask"]
-    if not isinstance(mask, Node) or not tensors_of(mask)[0].is_floating_point():
-        return False
-    above = _above(mask)
-    parameters = {*captured.parameters, *captured.differentiable} & above
-    return bool(parameters) and _has_gradient(captured, mask, above, parameters)
-
-
-def _above(node: Node) -> set[Node]:
-    """What a value is made of, it among that."""
-    found, pending = {node}, [node]
-    while pending:
-        fresh = set(operands(pending.pop())) - found
-        found |= fresh
-        pending += fresh
-    return found
-
-
-def _has_gradient(
-    captured: CapturedGraph, value: Node, above: Collection[Node], parameters: Collection[Node]
-) -> bool:
-    edges = GradientEdges(captured.values)
-    differentiated = {n for n in parameters if n in captured.differentiable}
-    for node in captured.module.graph.nodes:
-        if node in above and edges.of(node, differentiated):
+def _with_trained_mask(captured: CapturedGraph, made: dict[Node, _Made]) -> list[Node]:
+    """Attentions whose mask has a gradient."""
+    attention = aten.scaled_dot_product_attention.default
+    masks = {n: sdpa_arguments(n)["attn_mask"] for n in made if n.target is attention}
+    masks = {n: m for n, m in masks.items() if isinstance(m, Node) and made[m] is not _Made.DATA}
+    if not masks:
+        return []
+    edges, differentiated = GradientEdges(captured.values), set(captured.differentiable)
+    for node in made:
+        if edges.of(node, differentiated):
             differentiated.add(node)
-    return value in differentiated
+    return [n for n, mask in masks.items() if mask in differentiated]
 
 
 def _write_out(graph: Graph, node: Node) -> None:
@@ -118,10 +101,11 @@ def _write_out(graph: Graph, node: Node) -> None:
 
 
 def _repeated(graph: Graph, before: Node, value: Node, times: int) -> Node:
-    """Each head (of (B, heads, T, d)) so many times, next to each other."""
-    apart = insert(graph, before, aten.unsqueeze.default, value, 2)
-    wide = insert(graph, before, aten.expand.default, apart, [-1, -1, times, -1, -1])
-    return insert(graph, before, aten.flatten.using_ints, wide, 1, 2)
+    """Each head (of (..., heads, T, d)) so many times, next to each other."""
+    leading = tensors_of(value)[0].dim() - 2
+    apart = insert(graph, before, aten.unsqueeze.default, value, leading)
+    wide = insert(graph, before, aten.expand.default, apart, [-1] * leading + [times, -1, -1])
+    return insert(graph, before, aten.flatten.using_ints, wide, leading - 1, leading)
 
 
 # ---- who makes a bias
@@ -152,11 +136,20 @@ def _origin(captured: CapturedGraph, node: Node, made: set[_Made]) -> _Made:
     return _Made.BIAS if degree > 1 else _Made.ROWS
 
 
-def _again(graph: Graph, user: Node, bias: Node, made: dict[Node, _Made]) -> Node:
-    """What makes a bias once more, before its reader."""
-    chain = [n for n in graph.nodes if n in _above(bias) and made.get(n) is _Made.BIAS]
+def _made_of_biases(bias: Node, made: dict[Node, _Made]) -> set[Node]:
+    """What a bias is made of that is one as well, it among that."""
+    found, pending = {bias}, [bias]
+    while pending:
+        fresh = {n for n in operands(pending.pop()) if made[n] is _Made.BIAS} - found
+        found |= fresh
+        pending += fresh
+    return found
+
+
+def _again(graph: Graph, user: Node, chain: list[Node]) -> Node:
+    """The last of these nodes once more, with those that it is made of, before a reader."""
     copies: dict[Node, Node] = {}
     with graph.inserting_before(user):
         for node in chain:
             copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-    return copies[bias]
+    return copies[chain[-1]]

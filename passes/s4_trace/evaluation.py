@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..graph.facts import Axis, Kind, PassError, Role, shape_of, tensors_of
 from ..graph.symbols import evaluate, evaluate_size
 from ..masks.analysis import materialize
-from ..rules import places
+from ..rules import has_no_rows, places
 from ..rules.op_sets import ALIGNED
 from .carried_state import Ranges, Size, StateReader, edges
 from .foreign_ops import call_foreign, is_foreign
@@ -44,6 +44,7 @@ class Evaluation:
         self.values: dict[tuple[Node, Role], Any] = {(n, Role.ROW): v for n, v in bindings.items()}
         self.bound = bindings
         self.blocks: dict[tuple, Tensor] = {}
+        self.at_places = False  # the node that is evaluated has no rows: see NOTE [places]
 
     def targets(self) -> list[Tensor]:
         """The targets, in the dtypes and, but for the rows, the shapes of the graph."""
@@ -93,7 +94,8 @@ class Evaluation:
             own = axes if axes is not None else self.facts.layouts.get(node)
             return self.slice_whole(node, own or (None,) * self.bound[node].dim(), role)
         if kind is Kind.SQUARE:
-            axes = axes if axes is not None else places(self.facts, node)  # of an op that is given no rows
+            if axes is None and self.at_places:
+                axes = places(self.facts, node)
             assert axes is not None, f"{node} needs the axes of its reader"
             return self.block(node, axes)
         if (node, Role.ROW) not in self.values:
@@ -161,7 +163,7 @@ class Evaluation:
 
     def evaluate(self, node: Node, role: Role) -> Any:
         """The value of a node: as `emit` has registered for its op, or else by the op itself."""
-        function = EMIT.get(node.target)
+        function, self.at_places = EMIT.get(node.target), has_no_rows(self.facts, node)
         if function is not None:
             return function(self, node, role)
         layout = self.facts.layouts[node] if node.target in ALIGNED else None
