@@ -32,8 +32,9 @@ def test_passes_come_after_what_they_need(passes: tuple[Pass, ...]) -> None:
 
 
 def test_a_pass_that_comes_too_early_is_noticed() -> None:
+    late = next(k for k, p in enumerate(PASSES) if p.name == "footprints")
     with pytest.raises(ValueError, match="pass 'footprints' needs kinds, layouts"):
-        check_order([PASSES[4], *PASSES[:4]])
+        check_order([PASSES[late], *PASSES[:late]])
     with pytest.raises(ValueError, match="two passes have one name"):
         check_order([*PASSES, PASSES[0]])
 
