@@ -71,6 +71,39 @@ def slopes(m: Subject, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
     return x + attend(m, x, bias[None, None], causal=False)
 
 
+def _near(x: Tensor) -> Tensor:
+    i, j = grid(x)
+    return (i - j).clamp(0, 20)
+
+
+def trained(bias: Callable[[Subject, Tensor], Tensor], fused: bool = False) -> Layer:
+    """Attention with a bias of shape (3, T, T) that is made of parameters and positions."""
+
+    def layer(m: Subject, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
+        mask = bias(m, x).masked_fill(later(x), NEVER)
+        return x + (attend(m, x, mask, False) if fused else m.weighted(x, (m.scores(x) + mask).softmax(-1)))
+
+    return layer
+
+
+def trained_slopes(m: Subject, x: Tensor) -> Tensor:
+    return -m.scale[:3, None, None] * _near(x)
+
+
+def trained_table(m: Subject, x: Tensor) -> Tensor:
+    return m.table[_near(x)][..., :3].permute(2, 0, 1)
+
+
+def trained_network(m: Subject, x: Tensor) -> Tensor:
+    return m.lin2(torch.tanh(_near(x)[..., None] * m.scale))[..., :3].permute(2, 0, 1)
+
+
+def relative_keys(m: Subject, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
+    keys = F.embedding(_near(x), m.table)[..., :4]
+    scores = m.scores(x) + torch.einsum("bhid,ijd->bhij", heads(m.lin(x)), keys)
+    return x + m.weighted(x, scores.masked_fill(later(x), NEVER).softmax(-1))
+
+
 def no_grad(m: Subject, x: Tensor, past: list[Tensor], ids: Tensor) -> Tensor:
     with torch.no_grad():
         factor = m.lin2(x).exp()
@@ -105,6 +138,11 @@ ORDINARY: dict[str, Layer] = {
     "chained": chained,
     "padding": padding,
     "slopes": slopes,
+    "trained slopes": trained(trained_slopes),
+    "trained table": trained(trained_table),
+    "trained network": trained(trained_network),
+    "trained mask": trained(trained_table, fused=True),
+    "relative keys": relative_keys,
     "merged": merged,
     "no_grad": no_grad,
     "changed past": changed_past,
