@@ -348,7 +348,8 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
 def _divided(size: sympy.Expr) -> sympy.Expr:
     def quotient(base: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
         found = sympy.cancel(base / divisor)
-        whole = found.is_polynomial() and all(c.is_integer for c in sympy.Poly(found).coeffs())
+        parts = sympy.Poly(found).coeffs() if found.free_symbols and found.is_polynomial() else [found]
+        whole = all(c.is_Integer for c in parts)
         return found if whole else FloorDiv(base, divisor)
 
     return size.replace(FloorDiv, quotient) if size.has(FloorDiv) else size

@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from ..graph.facts import Reading, Role, tensors_of
 from ..graph.purity import is_random
-from .bias_rules import is_parameter
 from .scores import (
     ORDINARY,
     SOFTMAXES,
@@ -22,6 +21,7 @@ from .scores import (
     Scores,
     normalised_dim,
     transfer,
+    without_views,
 )
 
 aten = torch.ops.aten
@@ -48,8 +48,10 @@ def product(scores: Scores, node: Node, call: Call) -> Score | None:
 
 @transfer(aten.gather.default)
 def gather(scores: Scores, node: Node, call: Call) -> Score | None:
-    """Numbers of each row at places that data says."""
-    return ORDINARY if node in scores.facts.mixings else None
+    """Numbers of each row at places that data says: of a product, as scores are. Others may be infinite."""
+    source = without_views(call["self"])
+    of_product = isinstance(source, Node) and source.target in PRODUCTS
+    return ORDINARY if node in scores.facts.mixings and of_product else None
 
 
 @transfer(aten.baddbmm.default)
@@ -59,6 +61,9 @@ def baddbmm(scores: Scores, node: Node, call: Call) -> Score | None:
     if node not in scores.facts.mixings or alpha is None or beta is None or not abs(alpha) <= MODERATE:
         return None
     return ORDINARY if beta == 0 else _with(scores, ORDINARY, call["self"], beta)
+
+
+PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.mm.default, aten.linear.default)
 
 
 # ---- sums
@@ -186,9 +191,6 @@ def _biased(scores: Scores, known: Score, part: tuple[Node, Reading], factor: fl
 def mul(scores: Scores, node: Node, call: Call) -> Score | None:
     """`self * other`, either way round."""
     left, right = call["self"], call["other"]
-    if node in scores.facts.mixings:  # parameters times data: see NOTE [places]
-        data, factor = (left, right) if scores.is_data(left) else (right, left)
-        return _with_data(scores, ORDINARY, data, 1.0) if is_parameter(scores, factor) else None
     if scores.of(left) is None:
         left, right = right, left
     known, other, number = scores.of(left), scores.of(right), scores.number(right)

@@ -27,7 +27,7 @@ from ..graph.facts import COLUMN_AXIS, ROW_AXIS, Facts, Kind, Mask, Reading, sha
 from ..graph.op_arguments import arguments
 from ..masks.analysis import MaskNotUnderstood, constant
 from ..masks.facts import MaskFacts
-from ..rules import normalize_dim, rule_of
+from ..rules import has_no_rows, normalize_dim, rule_of
 from ..rules.pointwise import pointwise
 
 aten = torch.ops.aten
@@ -119,10 +119,21 @@ class Scores:
         if self._is_moved or is_view(node):
             self._moved.add(node)
         found = function(self, node, arguments(node)) if function is not None else None
-        if found is None and node in self.facts.mixings:
-            found = Score(ordinary=False, finite=False)  # nothing; a mask may still hide what is added to it
+        if has_no_rows(self.facts, node):
+            found = self._at_places(node)
         if found is not None and (self._is_upright(node) or self._is_known(node, found)):
             self._of[node] = found
+
+    def _at_places(self, node: Node) -> Score:
+        """What is known of a bias by place, see NOTE [places]: that a parameter that is looked up is ordinary.
+
+        Of others nothing: a trained factor may take from a mask what it hides. But minus infinity that is
+        added to them hides.
+        """
+        looked_up = node.target in (aten.embedding.default, aten.index.Tensor)
+        if looked_up and without_views(node.args[0]) in self.facts.parameters:
+            return ORDINARY
+        return Score(ordinary=False, finite=False)
 
     def _is_upright(self, node: Node) -> bool:
         """True if the last two dims of a value are rows and columns, as those of a mask are taken to be."""
@@ -195,6 +206,13 @@ def is_view(node: Node) -> bool:
     if not alias or not isinstance(operand, Node) or not tensors_of(operand) or not tensors_of(node):
         return False
     return tensors_of(operand)[0].dtype == tensors_of(node)[0].dtype
+
+
+def without_views(node: Any) -> Any:
+    """The value of which another one is a view, or a cast."""
+    while isinstance(node, Node) and node.op == "call_function" and (is_view(node) or node.target in CASTS):
+        node = node.args[0]
+    return node
 
 
 def is_elementwise(facts: Facts, node: Node) -> bool:

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from ..graph.facts import CapturedGraph, operands, shape_degree, shape_of, tensors_of
 from ..graph.op_arguments import sdpa_arguments
 from ..graph.purity import is_impure, is_random
-from ..s1_capture.normalize import cast, insert
+from ..s1_capture.normalize import cast, insert, is_returned
 from .gradient_edges import GradientEdges
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def trained_bias(captured: CapturedGraph) -> CapturedGraph:
     biases = [n for n, origin in made.items() if origin is _Made.BIAS]
     for bias in biases:
         for user in list(bias.users):
-            if made.get(user) is not _Made.BIAS and user.op != "output":
+            if made.get(user) is not _Made.BIAS:
                 chain = sorted(_made_of_biases(bias, made), key=place.__getitem__)
                 user.replace_input_with(bias, _again(graph, user, chain))
     if changed or biases:
@@ -131,6 +131,8 @@ def _origin(captured: CapturedGraph, node: Node, made: set[_Made]) -> _Made:
     one_result = one_result and isinstance(node.target, torch._ops.OpOverload)
     if _Made.ROWS in made or not one_result or is_random(node):
         return _Made.ROWS
+    if is_returned(node) and node.target is not aten.detach.default:
+        return _Made.ROWS  # whoever asks for its gradient asks for that of all readers
     if degree == 0 and _Made.BIAS not in made:
         return _Made.WEIGHTS
     return _Made.BIAS if degree > 1 else _Made.ROWS

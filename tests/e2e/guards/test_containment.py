@@ -125,6 +125,7 @@ def test_one_line_a_pass(caplog: pytest.LogCaptureFixture) -> None:
         "capture",
         "autocast",
         "normalize",
+        "trained_bias",
         "axes",
         "footprints",
         "widen_late",

@@ -8,7 +8,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from graphs import OneLayer, one_layer, reasons
+from graphs import OneLayer, facts_of, one_layer, reasons
 from torch import Tensor
 from torch.utils._sympy.functions import FloorDiv
 
@@ -112,22 +112,85 @@ def test_attention_is_written_out_where_its_mask_is_trained(trained: bool) -> No
     assert reach(facts) is (Reach.CAUSAL if trained else Reach.FULL)
 
 
-@pytest.mark.parametrize("infinite", [True, False])
-def test_what_a_table_is_made_of_may_be_infinite(infinite: bool) -> None:
-    """Then the lowest number of a dtype hides nothing for certain."""
+LOWEST: dict[str, tuple[Callable[[OneLayer, Tensor], Tensor], Reach]] = {
+    "a parameter": (lambda m, x: m.out.weight[0][distance(x).clamp(0, 7)], Reach.CAUSAL),
+    "a view of a parameter": (
+        lambda m, x: m.out.weight.t()[0].view(-1)[distance(x).clamp(0, 7)],
+        Reach.CAUSAL,
+    ),
+    "logarithms": (lambda m, x: m.out.weight[0].log()[distance(x).clamp(0, 7)], Reach.FULL),
+    "a table with an end": (
+        lambda m, x: F.pad(m.out.weight[0], (0, 1), value=-INF)[distance(x).clamp(0, 8)],
+        Reach.FULL,
+    ),
+    "a factor of a mask": (
+        lambda m, x: (
+            torch.zeros(x.shape[1], x.shape[1]).masked_fill(distance(x) > 4, -INF) * m.out.weight[0, 0]
+        ),
+        Reach.FULL,
+    ),
+    "a map of a mask": (
+        lambda m, x: (distance(x)[..., None].double().log().float() @ m.out.weight[:1, :1])[..., 0],
+        Reach.FULL,
+    ),
+    "picked from rows with an end": (
+        lambda m, x: F.pad(m.out(x)[:, None], (0, 1), value=-INF).gather(
+            -1, distance(x).clamp(0, 8).expand(x.shape[0], 1, -1, -1)
+        ),
+        Reach.FULL,
+    ),
+    "picked from rows": (
+        lambda m, x: m.out(x)[:, None].gather(-1, distance(x).clamp(0, 7).expand(x.shape[0], 1, -1, -1)),
+        Reach.CAUSAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOWEST)
+def test_the_lowest_number_hides_what_is_below_ordinary_numbers_alone(name: str) -> None:
+    """What is made of parameters may be infinite; then a row may see nothing, and reads all."""
+    bias, expected = LOWEST[name]
 
     def body(m: OneLayer, x: Tensor) -> Tensor:
         q, k, v = m.heads(x)
-        table = m.out.weight[0].log() if infinite else m.out.weight[0]
-        bias = table[distance(x).clamp(0, 7)]
-        scores = (q @ k.mT + bias).masked_fill(distance(x) < 0, torch.finfo(x.dtype).min)
+        scores = (q @ k.mT + bias(m, x)).masked_fill(distance(x) < 0, torch.finfo(x.dtype).min)
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
-    assert reach(one_layer(body)) is (Reach.FULL if infinite else Reach.CAUSAL)
+    assert reach(one_layer(body)) is expected
+
+
+def test_a_mask_times_a_parameter_hides_nothing() -> None:
+    """The parameter may be zero, or negative."""
+
+    def body(m: OneLayer, x: Tensor) -> Tensor:
+        q, k, v = m.heads(x)
+        mask = torch.zeros(x.shape[1], x.shape[1]).masked_fill(distance(x) < 0, torch.finfo(x.dtype).min)
+        return ((q @ k.mT + mask * m.out.weight[0, 0]).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    assert reach(one_layer(body)) is Reach.FULL
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_bias_that_is_returned(detached: bool) -> None:
+    """Of one that has a gradient, all readers are asked for it: nobody makes it anew."""
+
+    class Returning(OneLayer):
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = self.embed(ids)
+            bias = looked_up(self, x)[:1].masked_fill(distance(x) < 0, -INF)
+            for _ in range(2):
+                q, k, v = self.heads(x)
+                x = x + ((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            return self.head(x), bias.detach() if detached else bias
+
+    facts = facts_of(Returning(lambda m, x: x), torch.randint(0, 11, (2, 13)))
+    layers = [s for s in facts.segments if s.mixings and s.chunked]
+    assert len(layers) == (2 if detached else 0), reasons(facts)
 
 
 def test_sizes_are_divided_where_they_can_be() -> None:
     s, b = sympy.symbols("s b", positive=True, integer=True)
     assert _divided(FloorDiv(s**2, s)) == s and _divided(FloorDiv(b * s**2, b * s) + 1) == s + 1
+    assert _divided(FloorDiv(s**2 - s, s * (s - 1))) == 1
     for kept in (FloorDiv(s + 1, 2), FloorDiv(s**2 + 3 * s, 2 * s), FloorDiv(s, s * b)):
         assert _divided(kept) == kept
