@@ -125,7 +125,7 @@ class Scores:
             self._of[node] = found
 
     def _at_places(self, node: Node) -> Score:
-        """What is known of a bias by place, see NOTE [places]: that a parameter that is looked up is ordinary.
+        """What is known of a bias by place, see NOTE [places]: a parameter that is looked up is ordinary.
 
         Of others nothing: a trained factor may take from a mask what it hides. But minus infinity that is
         added to them hides.
