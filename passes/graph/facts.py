@@ -242,6 +242,7 @@ class Facts:
     sources: dict[Node, list[Node]] = field(default_factory=dict)  # operands to which a gradient comes
     segments: list[Segment] = field(default_factory=list)
     epilogue: list[Node] = field(default_factory=list)
+    biases: set[Node] = field(default_factory=set)  # made of parameters and data alone: NOTE [places]
     lazy: dict[int, Node] = field(default_factory=dict)
     context: set[Node] = field(default_factory=set)  # of reduced values, those that no row goes into
     of_call: set[Node] = field(default_factory=set)  # not of the model alone

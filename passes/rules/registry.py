@@ -19,7 +19,6 @@ from ..graph.facts import (
     Mixing,
     NotSeparable,
     Role,
-    operands,
     shape_of,
 )
 
@@ -115,13 +114,6 @@ class RuleContext:
     def mixes(self, mixing: Mixing) -> None:
         """Record that the op reads some operands by columns."""
         self.facts.mixings[mixing.node] = mixing
-
-
-def has_no_rows(facts: Facts, node: Node) -> bool:
-    """True for a streamed value that is made of parameters, and of data of rows and columns, alone."""
-    kinds = {facts.kinds[n] for n in operands(node) if facts.carries(n)}
-    reduced = any(facts.kinds[n] is Kind.REDUCED for n in operands(node))
-    return facts.kinds[node] is Kind.STREAM and kinds == {Kind.SQUARE} and not reduced
 
 
 def places(facts: Facts, node: Node) -> Layout | None:

@@ -29,7 +29,7 @@ from ..graph.facts import (
 from ..graph.functionalization import MutationError, NotPureError
 from ..graph.purity import is_random
 from ..graph.sources import is_kept_by_model, path
-from ..rules import Rule, RuleContext, has_no_rows, rule_for
+from ..rules import Rule, RuleContext, rule_for
 from ..rules.asking import ask
 from ..rules.pointwise import align, pointwise
 from .autograd_function_rows import FunctionCall, has_linear_backward
@@ -231,12 +231,19 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
             raise NotSeparable(f"no rule for {node.target}")
         if facts.kinds[node] is Kind.WHOLE:
             return ask(_whole_rows(function), context, node)
-        return _bias(function, context, node) if has_no_rows(facts, node) else ask(function, context, node)
+        return _bias(function, context, node) if _has_no_rows(facts, node) else ask(function, context, node)
     except NotSeparable as refusal:
         if facts.kinds[node] in (Kind.STREAM, Kind.REDUCED):
             facts.refusals[node] = str(refusal)
             return _healed(facts, context, node)
         return _whole(facts, node)
+
+
+def _has_no_rows(facts: Facts, node: Node) -> bool:
+    """True for a streamed value that is made of parameters, and of data of rows and columns, alone."""
+    kinds = {facts.kinds[n] for n in operands(node) if facts.carries(n)}
+    reduced = any(facts.kinds[n] is Kind.REDUCED for n in operands(node))
+    return facts.kinds[node] is Kind.STREAM and kinds == {Kind.SQUARE} and not reduced
 
 
 def _bias(function: Rule, context: RuleContext, node: Node) -> Layout:
@@ -251,6 +258,7 @@ def _bias(function: Rule, context: RuleContext, node: Node) -> Layout:
     finally:
         context.places = False
     if COLUMN_AXIS in found:
+        context.facts.biases.add(node)
         context.mixes(Mixing(node, columns=()))
     return found
 

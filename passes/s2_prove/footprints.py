@@ -127,8 +127,8 @@ def _keeps_places(facts: Facts, node: Node) -> bool:
     Either it is elementwise, or its rule says so (of a linear map of features): of rows it does, and it is
     asked about the columns as if they were rows.
     """
-    if node.op == "output" or is_elementwise(facts, node):
-        return node.op != "output"
+    if is_elementwise(facts, node):
+        return True
     layouts = {n: _columns_as_rows(facts.layouts.get(n)) for n in operands(node)}
     asked = replace(facts, layouts=layouts, mixings={}, local=dict(facts.local), not_linear=set())
     function = rule_for(facts, node)

@@ -27,7 +27,7 @@ from ..graph.facts import COLUMN_AXIS, ROW_AXIS, Facts, Kind, Mask, Reading, sha
 from ..graph.op_arguments import arguments
 from ..masks.analysis import MaskNotUnderstood, constant
 from ..masks.facts import MaskFacts
-from ..rules import has_no_rows, normalize_dim, rule_of
+from ..rules import normalize_dim, rule_of
 from ..rules.pointwise import pointwise
 
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ class Scores:
         if self._is_moved or is_view(node):
             self._moved.add(node)
         found = function(self, node, arguments(node)) if function is not None else None
-        if has_no_rows(self.facts, node):
+        if node in self.facts.biases:
             found = self._at_places(node)
         if found is not None and (self._is_upright(node) or self._is_known(node, found)):
             self._of[node] = found

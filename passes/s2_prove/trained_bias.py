@@ -42,17 +42,17 @@ def trained_bias(captured: CapturedGraph) -> CapturedGraph:
     graph = captured.module.graph
     if captured.sequence is None:
         return captured
-    changed = _with_trained_mask(captured, _origins(captured))
-    for node in changed:
-        _write_out(graph, node)
     made = _origins(captured)
-    place = {n: k for k, n in enumerate(made)}
+    changed = _with_trained_mask(captured, made)
+    if changed:
+        for node in changed:
+            _write_out(graph, node)
+        made = _origins(captured)
     biases = [n for n, origin in made.items() if origin is _Made.BIAS]
     for bias in biases:
         for user in list(bias.users):
             if made.get(user) is not _Made.BIAS:
-                chain = sorted(_made_of_biases(bias, made), key=place.__getitem__)
-                user.replace_input_with(bias, _again(graph, user, chain))
+                user.replace_input_with(bias, _again(graph, user, _chain(bias, biases)))
     if changed or biases:
         graph.eliminate_dead_code(is_impure_node=is_impure)
         captured.module.recompile()
@@ -120,11 +120,10 @@ def _origins(captured: CapturedGraph) -> dict[Node, _Made]:
 
 
 def _origin(captured: CapturedGraph, node: Node, made: set[_Made]) -> _Made:
-    assert captured.sequence is not None
-    degree = max((shape_degree(v, captured.sequence) for v in tensors_of(node)), default=0)
     if node.op in ("placeholder", "get_attr"):
-        trained = node in captured.parameters or node in captured.differentiable
-        return (_Made.ROWS if degree else _Made.WEIGHTS) if trained else _Made.DATA
+        if node not in captured.parameters and node not in captured.differentiable:
+            return _Made.DATA
+        return _Made.ROWS if _degree(captured, node) else _Made.WEIGHTS
     if made <= {_Made.DATA}:
         return _Made.DATA
     one_result = isinstance(node.meta.get("val"), torch.Tensor)
@@ -133,19 +132,26 @@ def _origin(captured: CapturedGraph, node: Node, made: set[_Made]) -> _Made:
         return _Made.ROWS
     if is_returned(node) and node.target is not aten.detach.default:
         return _Made.ROWS  # whoever asks for its gradient asks for that of all readers
+    degree = _degree(captured, node)
     if degree == 0 and _Made.BIAS not in made:
         return _Made.WEIGHTS
     return _Made.BIAS if degree > 1 else _Made.ROWS
 
 
-def _made_of_biases(bias: Node, made: dict[Node, _Made]) -> set[Node]:
-    """What a bias is made of that is one as well, it among that."""
-    found, pending = {bias}, [bias]
-    while pending:
-        fresh = {n for n in operands(pending.pop()) if made[n] is _Made.BIAS} - found
-        found |= fresh
-        pending += fresh
-    return found
+def _degree(captured: CapturedGraph, node: Node) -> int:
+    """In how many dims of the value the sequence length occurs."""
+    assert captured.sequence is not None
+    return max((shape_degree(v, captured.sequence) for v in tensors_of(node)), default=0)
+
+
+def _chain(bias: Node, biases: list[Node]) -> list[Node]:
+    """What a bias is made of that is one as well, and then it, in the order of the graph."""
+    wanted, found = {bias}, list[Node]()
+    for node in reversed(biases):
+        if node in wanted:
+            found.append(node)
+            wanted.update(operands(node))
+    return found[::-1]
 
 
 def _again(graph: Graph, user: Node, chain: list[Node]) -> Node:

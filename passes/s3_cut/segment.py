@@ -177,8 +177,9 @@ def _cuts(facts: Facts, order: list[Node]) -> tuple[list[int], int]:
     cuts: list[int] = []
     for cut, (start, stop, usual) in zip(places, gaps, strict=True):
         least = costs[cut]
-        apart = not _side_by_side(facts, order[cuts[-1] if cuts else 0 : stop + 1])
-        if math.isinf(least) or (usual and not (apart and own[cut] <= limit)):
+        if math.isinf(least) or (usual and own[cut] > limit):
+            continue
+        if usual and _side_by_side(facts, order[cuts[-1] if cuts else 0 : stop + 1]):
             continue
         if len(cuts) > 1 and order[start - 1] in facts.mixings:
             near = [k for k in range(start, stop + 1) if costs[k] <= 2 * least]

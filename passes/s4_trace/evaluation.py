@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..graph.facts import Axis, Kind, PassError, Role, shape_of, tensors_of
 from ..graph.symbols import evaluate, evaluate_size
 from ..masks.analysis import materialize
-from ..rules import has_no_rows, places
+from ..rules import places
 from ..rules.op_sets import ALIGNED
 from .carried_state import Ranges, Size, StateReader, edges
 from .foreign_ops import call_foreign, is_foreign
@@ -163,7 +163,7 @@ class Evaluation:
 
     def evaluate(self, node: Node, role: Role) -> Any:
         """The value of a node: as `emit` has registered for its op, or else by the op itself."""
-        function, self.at_places = EMIT.get(node.target), has_no_rows(self.facts, node)
+        function, self.at_places = EMIT.get(node.target), node in self.facts.biases
         if function is not None:
             return function(self, node, role)
         layout = self.facts.layouts[node] if node.target in ALIGNED else None
