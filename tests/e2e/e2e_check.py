@@ -25,6 +25,11 @@ FLOOR = {torch.float64: 32 * torch.finfo(torch.float64).eps}
 FLOOR |= {d: torch.finfo(d).eps for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 
+# The passes over a graph, in order.
+GRAPH_PASSES = ["capture", "autocast", "normalize", "trained_bias", "axes", "footprints", "widen_late"]
+GRAPH_PASSES += ["lazy_outputs", "segment", "signatures"]
+
+
 def transform(model: Any, **options: Any) -> Any:
     """streambp_fx.transform with small chunks."""
     options = {"chunk": CHUNK, "loss_chunk": LOSS_CHUNK, **options}

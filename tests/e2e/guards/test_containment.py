@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e_check import assert_close_grads, grads
+from e2e_check import GRAPH_PASSES, assert_close_grads, grads
 from e2e_models import CHUNK, LOSS_CHUNK, build, plain, sample
 
 import streambp_fx
@@ -121,23 +121,11 @@ def test_a_rule_that_fails_makes_a_region_whole(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_line_a_pass(caplog: pytest.LogCaptureFixture) -> None:
-    names = [
-        "capture",
-        "autocast",
-        "normalize",
-        "trained_bias",
-        "axes",
-        "footprints",
-        "widen_late",
-        "lazy_outputs",
-        "segment",
-        "signatures",
-    ]
     with caplog.at_level(logging.INFO, "streambp_fx.passes"):
         torch.compile(build("llama"), backend="streambp", options=OPTIONS)(**plain(2, 37))
     lines = [r.getMessage() for r in caplog.records if r.name == "streambp_fx.passes"]
-    assert [line.split()[0] for line in lines if line.split()[0] in names] == names
-    assert "4 segments, 3 distinct" in lines[names.index("signatures")]
+    assert [line.split()[0] for line in lines if line.split()[0] in GRAPH_PASSES] == GRAPH_PASSES
+    assert "4 segments, 3 distinct" in lines[GRAPH_PASSES.index("signatures")]
     assert not any(r.levelno < logging.INFO for r in caplog.records if r.name == "streambp_fx.passes")
 
 

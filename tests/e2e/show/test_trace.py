@@ -9,22 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from e2e_check import GRAPH_PASSES
 from e2e_models import build, plain
 
 import streambp_fx
 
-PASSES = [
-    "capture",
-    "autocast",
-    "normalize",
-    "trained_bias",
-    "axes",
-    "footprints",
-    "masks",
-    "widen_late",
-    "lazy_outputs",
-]
-PASSES += ["segment", "signatures"]
+PASSES = list(GRAPH_PASSES)
+PASSES.insert(PASSES.index("widen_late"), "masks")  # a stage of its own in a trace
 PASSES += [
     "accumulate",
     "dead_code",

@@ -28,12 +28,13 @@ def looked_up(m: OneLayer, x: Tensor) -> Tensor:
     return F.embedding(distance(x).clamp(0, 7), m.out.weight)[..., :4].permute(2, 0, 1)
 
 
-def layer(scores: Callable[[OneLayer, Tensor, Tensor], Tensor]) -> Facts:
-    """Attention whose scores are added to or replaced; columns after the row are hidden."""
+def layer(scores: Callable[[OneLayer, Tensor, Tensor], Tensor], hidden: float | None = -INF) -> Facts:
+    """Attention whose scores are made of (module, x, products), with a number in columns after the row."""
 
     def body(m: OneLayer, x: Tensor) -> Tensor:
         q, k, v = m.heads(x)
-        found = scores(m, x, q @ k.mT).masked_fill(distance(x) < 0, -INF)
+        found = scores(m, x, q @ k.mT)
+        found = found if hidden is None else found.masked_fill(distance(x) < 0, hidden)
         return (found.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
     return one_layer(body)
@@ -148,24 +149,17 @@ LOWEST: dict[str, tuple[Callable[[OneLayer, Tensor], Tensor], Reach]] = {
 def test_the_lowest_number_hides_what_is_below_ordinary_numbers_alone(name: str) -> None:
     """What is made of parameters may be infinite; then a row may see nothing, and reads all."""
     bias, expected = LOWEST[name]
-
-    def body(m: OneLayer, x: Tensor) -> Tensor:
-        q, k, v = m.heads(x)
-        scores = (q @ k.mT + bias(m, x)).masked_fill(distance(x) < 0, torch.finfo(x.dtype).min)
-        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-    assert reach(one_layer(body)) is expected
+    assert reach(layer(lambda m, x, s: s + bias(m, x), torch.finfo(torch.float32).min)) is expected
 
 
 def test_a_mask_times_a_parameter_hides_nothing() -> None:
     """The parameter may be zero, or negative."""
+    lowest = torch.finfo(torch.float32).min
 
-    def body(m: OneLayer, x: Tensor) -> Tensor:
-        q, k, v = m.heads(x)
-        mask = torch.zeros(x.shape[1], x.shape[1]).masked_fill(distance(x) < 0, torch.finfo(x.dtype).min)
-        return ((q @ k.mT + mask * m.out.weight[0, 0]).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    def scores(m: OneLayer, x: Tensor, s: Tensor) -> Tensor:
+        return s + torch.zeros(distance(x).shape).masked_fill(distance(x) < 0, lowest) * m.out.weight[0, 0]
 
-    assert reach(one_layer(body)) is Reach.FULL
+    assert reach(layer(scores, None)) is Reach.FULL
 
 
 class Returning(OneLayer):
