@@ -23,6 +23,7 @@ from .elements import (
     Index,
     Leaf,
     MaskNotUnderstood,
+    broadcast,
     is_tensor,
     leaf_of,
     number,
@@ -30,7 +31,7 @@ from .elements import (
     tensor,
     to_boolean,
 )
-from .registry import EXACT, aten, broadcast, mask_rule, one_element, own, scalar_leaf
+from .registry import EXACT, aten, mask_rule, one_element, own, scalar_leaf
 
 # --- Element by element ---------------------------------------------------------------------------
 

@@ -17,13 +17,14 @@ from .elements import (
     Index,
     Leaf,
     MaskNotUnderstood,
+    broadcast,
     is_tensor,
     leaf_of,
     number,
     tensor,
     to_boolean,
 )
-from .registry import EXACT, aten, broadcast, mask_rule, one_element, own, scalar_leaf
+from .registry import EXACT, aten, mask_rule, one_element, own, scalar_leaf
 
 
 def _choice(elements: Elements, node: fx.Node, index: Index, condition: fx.Node, yes: Any, no: Any) -> Cases:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .elements import (  # noqa: F401  (`broadcast` is for the modules of rules)
+from .elements import (
     MASK_RULES,
     Leaf,
     MaskNotUnderstood,
     MaskRule,
     aligned,
-    broadcast,
     call,
     leaf_of,
     shape,

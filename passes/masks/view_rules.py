@@ -16,6 +16,7 @@ from .elements import (
     Elements,
     Index,
     MaskNotUnderstood,
+    broadcast,
     is_tensor,
     number,
     repeats_no_symbol,
@@ -23,7 +24,7 @@ from .elements import (
     tensor,
 )
 from .predicates import implies
-from .registry import EXACT, aten, broadcast, mask_rule, own, own_dim, scalar_leaf
+from .registry import EXACT, aten, mask_rule, own, own_dim, scalar_leaf
 
 
 def _no_block(node: fx.Node, dims: Dims) -> list:
