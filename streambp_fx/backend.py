@@ -23,6 +23,7 @@ from .checking.self_check import self_check
 from .dynamo.each_frame import watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
+from .dynamo.loops import watch_calls
 from .dynamo.messages import with_ranges
 from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
@@ -125,6 +126,7 @@ trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
 watch_frames(in_the_words_of_the_model)
+watch_calls()
 
 
 def compile_graph(

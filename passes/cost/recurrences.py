@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -44,7 +44,7 @@ def kept_bytes(node: Node) -> sympy.Expr:
 def _in_sizes(node: Node, bytes_of: Callable[[Node, sympy.Expr, int], int]) -> sympy.Expr:
     """Bytes in the sizes of the graph, from those of a number of rows and one sample."""
     rows, samples = _sizes(node)
-    return _by_blocks(rows, functools.cache(functools.partial(bytes_of, node, rows))) * samples
+    return _by_blocks(_blocks(node), rows, functools.cache(functools.partial(bytes_of, node, rows))) * samples
 
 
 def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], int]) -> tuple[int, int]:
@@ -56,16 +56,35 @@ def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], 
     """
     rows, samples = _sizes(step)
     number, several = max(1, size(rows)), size(samples)
-    args = _without_memory(vjp, rows, number)
-    kept = _held((*args[:5], args[7]))
-    return kept * several, _bytes_of(vjp, rows, number) * several
+
+    def kept(number: int) -> int:
+        args = _without_memory(vjp, rows, number)
+        return _held((*args[:5], args[7]))
+
+    alone = functools.partial(_bytes_of, vjp, rows)
+    return _of_rows(step, kept, number) * several, _of_rows(step, alone, number) * several
+
+
+def _of_rows(node: Node, bytes_of: Callable[[int], int], number: int) -> int:
+    """Bytes for a number of rows; few are run where a recurrence goes from row to row."""
+    block = _blocks(node)[0]
+    if not RECURRENCES[node.args[0]].by_row or number <= 2 * block:  # type: ignore[index]
+        return bytes_of(number)
+    one, two = bytes_of(block), bytes_of(2 * block)
+    return one + (two - one) * (number - block) // block
 
 
 def inner_work(node: Node) -> Work:
     """What an op of a recurrence computes and moves, to which its rows add evenly."""
     rows, samples = _sizes(node)
-    few, more = (_work_of(node, rows, k * BLOCKS[-1]) for k in (1, 2))
-    return (more + few.map(operator.neg)).map(lambda part: sympy.Rational(part, BLOCKS[-1]) * rows * samples)
+    block = _blocks(node)[-1]
+    few, more = (_work_of(node, rows, k * block) for k in (1, 2))
+    return (more + few.map(operator.neg)).map(lambda part: sympy.Rational(part, block) * rows * samples)
+
+
+def _blocks(node: Node) -> tuple[int, ...]:
+    """Numbers of rows that may be a block of a recurrence."""
+    return BLOCKS[:1] if RECURRENCES[node.args[0]].by_row else BLOCKS  # type: ignore[index]
 
 
 def _work_of(node: Node, rows: sympy.Expr, number: int) -> Work:
@@ -106,15 +125,20 @@ class _CountedWork(TorchDispatchMode):
 
 def _sizes(node: Node) -> tuple[sympy.Expr, sympy.Expr]:
     """The rows of a recurrence, and its samples, whatever is one of them."""
-    known = RECURRENCES[node.args[0]]  # type: ignore[index]
-    shape = [expression(s) for s in tensors_of(node.args[1][known.like])[0].shape]  # type: ignore[index]
-    rows = shape.pop(known.rows)
+    shape = _shape(node)
+    rows = shape.pop(RECURRENCES[node.args[0]].rows)  # type: ignore[index]
     return rows, sympy.Mul(*(s for s in shape if not s.is_Integer))
 
 
-def _by_blocks(rows: sympy.Expr, bytes_of: Callable[[int], int]) -> sympy.Expr:
+def _shape(node: Node) -> list[sympy.Expr]:
+    """That of the operand which has the rows where the result has them."""
+    known = RECURRENCES[node.args[0]]  # type: ignore[index]
+    return [expression(s) for s in tensors_of(node.args[1][known.like])[0].shape]  # type: ignore[index]
+
+
+def _by_blocks(blocks: Sequence[int], rows: sympy.Expr, bytes_of: Callable[[int], int]) -> sympy.Expr:
     """Bytes as an expression in the rows, from those of a few numbers of rows."""
-    block = next((b for b in BLOCKS if _grows_evenly(b, bytes_of)), BLOCKS[-1])
+    block = next((b for b in blocks if _grows_evenly(b, bytes_of)), blocks[-1])
     first, more = bytes_of(block), bytes_of(3 * block) - bytes_of(2 * block)
     beyond = first + more * (sympy.ceiling(rows / block) - 1)
     tried = [(n, bytes_of(n)) for n in (block // 8, block // 4, block // 2, block)]
@@ -154,9 +178,15 @@ def _held(args: Any) -> int:
 def _without_memory(node: Node, rows: sympy.Expr, number: int) -> Any:
     """What the op is given for so many rows of one sample."""
 
+    samples = [s for s in _shape(node) if not s.is_Integer and s != rows]
+
+    def size(given: sympy.Expr) -> int:
+        if given == rows or given in samples:
+            return number if given == rows else 1
+        return int(given.xreplace(dict.fromkeys(given.free_symbols, sympy.S.One)))
+
     def alike(value: Node) -> Tensor:
-        sizes = [expression(s) for s in tensors_of(value)[0].shape]
-        shape = [number if s == rows else int(s) if s.is_Integer else 1 for s in sizes]
+        shape = [size(expression(s)) for s in tensors_of(value)[0].shape]
         return torch.empty(shape, dtype=tensors_of(value)[0].dtype, device="meta")
 
     return torch.fx.node.map_arg(node.args, alike)

@@ -57,7 +57,7 @@ class CustomFunction:
         self.frozen = tuple(options.get("non_differentiable_idx", ()))
         self.draws = True
         self.autocast = _autocast_here()
-        self.content = repr((_content(forward), _content(backward), options, self.autocast))
+        self.content = repr((content_of(forward), content_of(backward), options, self.autocast))
         self.__name__ = self.__qualname__ = f"custom_function_{next(_count)}"
         self.__module__ = __name__
 
@@ -95,7 +95,7 @@ def _autocast_here() -> tuple[tuple[str, torch.dtype | None], ...]:
     return tuple((d, torch.get_autocast_dtype(d) if enabled(d) else None) for d in devices)
 
 
-def _content(module: GraphModule) -> list[Any]:
+def content_of(module: GraphModule) -> list[Any]:
     """The ops of a graph without their names; tensors in it count by identity."""
     number = {n: f"%{k}" for k, n in enumerate(module.graph.nodes)}
     found: list[Any] = []
@@ -103,7 +103,7 @@ def _content(module: GraphModule) -> list[Any]:
         target = node.target if node.op.startswith("call") else node.op
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(module)
-            target = _content(value) if isinstance(value, GraphModule) else id(value)
+            target = content_of(value) if isinstance(value, GraphModule) else id(value)
         given = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: number[n])
         found.append((node.op, target, given))
     return found

@@ -37,6 +37,9 @@ class Recurrence:
         rows: the dim of the rows of what it makes.
         like: the operand that has the sizes of what it makes.
         state: the sizes of the state, each as the size of an operand in a dim.
+        sizes: those of what it makes, from the operands, where no operand has them.
+        state_sizes: the sizes of the state, from the operands, where `state` cannot say them.
+        by_row: it goes from row to row, and not by blocks.
     """
 
     name: str
@@ -44,7 +47,20 @@ class Recurrence:
     dims: tuple[int | None, ...]
     rows: int
     like: int
-    state: tuple[tuple[int, int], ...]
+    state: tuple[tuple[int, int], ...] = ()
+    sizes: Callable[[Sequence[Any]], list[Any]] | None = field(default=None, compare=False, repr=False)
+    state_sizes: Callable[[Sequence[Any]], list[Any]] | None = field(default=None, compare=False, repr=False)
+    by_row: bool = False
+
+    def sizes_of(self, operands: Sequence[Any]) -> list[Any]:
+        """The sizes of what it makes, for operands of which only shapes are looked at."""
+        return list(operands[self.like].shape) if self.sizes is None else self.sizes(operands)
+
+    def state_sizes_of(self, operands: Sequence[Any]) -> list[Any]:
+        """The sizes of the state, for operands of which only shapes are looked at."""
+        if self.state_sizes is not None:
+            return self.state_sizes(operands)
+        return [operands[k].shape[dim] for k, dim in self.state]
 
     def dtypes(
         self,
@@ -247,7 +263,7 @@ def _fake_whole(
     known = RECURRENCES[name]
     like = operands[known.like]
     assert like is not None
-    return like.new_empty(like.shape, dtype=known.dtypes(operands, settings, cast)[0])
+    return like.new_empty(known.sizes_of(operands), dtype=known.dtypes(operands, settings, cast)[0])
 
 
 def _fake_step(

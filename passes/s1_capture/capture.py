@@ -29,7 +29,7 @@ from ..graph.sources import source_expression, source_name
 from ..graph.symbols import Lengths, SymbolTable, new_fake_mode
 from ..graph.tracing import trace
 from ..pipeline.log import tell_share
-from .flex_attention import with_plain_attention
+from .higher_order import without_higher_order_ops
 from .refused_effects import refuse_effects, refuse_regions, refuse_strides, refuse_transforms
 
 
@@ -77,7 +77,7 @@ def capture(
         example_inputs: its inputs (real or fake tensors, ints, SymInts).
         lengths: which sizes are the sequence length; None keeps every symbol apart.
     """
-    given, module = module, with_plain_attention(module)
+    given, module = module, without_higher_order_ops(module)
     refuse_transforms(module)
     mode = new_fake_mode()
     assert mode.shape_env is not None

@@ -44,6 +44,27 @@ def of_its_own(graph: Graph, node: Node) -> Node | None:
     return insert(graph, node, aten.full.default, size, number, dtype=value.dtype, device=value.device)
 
 
+LIKE = {aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.full_like.default: None}
+
+
+@rewrite(*LIKE)
+def like_one_row(graph: Graph, node: Node) -> Node | None:
+    """`zeros_like(x[:, 0])` reads no row: it has the sizes of the other dims of `x`."""
+    row, value = node.args[0], node.meta["val"]
+    number = arguments(node).get("fill_value", LIKE[node.target])
+    if row.target is not aten.select.int or isinstance(number, Node):  # type: ignore[union-attr]
+        return None
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
+        return None
+    source: Any = row.args[0]  # type: ignore[union-attr]
+    dims = [d for d in range(len(shape_of(source))) if d != row.args[1] % len(shape_of(source))]  # type: ignore[union-attr]
+    sizes = [
+        int(s) if (s := shape_of(source)[d]).is_Integer else insert(graph, node, aten.sym_size.int, source, d)
+        for d in dims
+    ]
+    return insert(graph, node, aten.full.default, sizes, number, dtype=value.dtype, device=value.device)
+
+
 @rewrite(
     aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
     aten.index_put.default, aten.index_add.default, aten.index_copy.default, aten.select_scatter.default,

@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graph.facts import expression
 from ..graph.functionalization import NotPureError
-from .block_tables import NO_BLOCKS, without_tables
+from .block_tables import NO_BLOCKS
 from .index_functions import FunctionNotUnderstood, IndexFunction, Indices, all_indices
 
 aten = torch.ops.aten
@@ -33,34 +33,8 @@ FLEX = torch.ops.higher_order.flex_attention
 AUTOCAST = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
-def with_plain_attention(module: GraphModule) -> GraphModule:
-    """A Dynamo graph in which FlexAttention, also within regions, is calls of `attention` below.
-
-    Args:
-        module: the Dynamo graph, which is not changed; returned as it is if there is no FlexAttention in it.
-    """
-    inner = [m for m in module.modules() if isinstance(m, GraphModule)]
-    if not any(n.target is FLEX for m in inner for n in m.graph.nodes):
-        return module
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    output = graph.graph_copy(module.graph, copies)
-    graph.output(output)
-    graph.output_node().meta = dict(module.graph.output_node().meta)
-    children = {
-        n: with_plain_attention(c) if isinstance(c, GraphModule) else c for n, c in module.named_children()
-    }
-    copied = GraphModule(module, graph)
-    for name, child in children.items():
-        setattr(copied, name, child)
-    tables = [t for n in graph.find_nodes(op="call_function", target=FLEX) for t in _replaced(graph, n)]
-    without_tables(graph, tables)
-    copied.recompile()
-    return copied
-
-
-def _replaced(graph: Graph, node: Node) -> list[Node]:
-    """Replace a call of the op, and return the nodes of its block tables."""
+def replaced_attention(graph: Graph, node: Node) -> list[Node]:
+    """Replace a call of the op by one of `attention` below, and return the nodes of its block tables."""
     call = inspect.signature(type(FLEX).__call__).bind(FLEX, *node.args, **node.kwargs).arguments
     *tables, row_block, column_block, mask = call["block_mask"]
     has_blocks = (row_block, column_block) != (NO_BLOCKS, NO_BLOCKS)

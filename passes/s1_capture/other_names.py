@@ -96,6 +96,15 @@ def _has_arguments_of(node: Node, call: Node) -> bool:
     return all(any(type(v) is type(o) and v == o for o in own if not isinstance(o, Node)) for v in given)
 
 
+@rewrite(aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist)
+def moved_dims(graph: Graph, node: Node) -> Node:
+    """`movedim(x, 1, 0)` is a permutation of the dims."""
+    source, *places = node.args
+    numbered = torch.empty([k + 1 for k in range(len(shape_of(source)))], device="meta")  # type: ignore[arg-type]
+    order = [int(k) - 1 for k in numbered.movedim(*places).shape]  # type: ignore[arg-type]
+    return insert(graph, node, aten.permute.default, source, order)
+
+
 RESHAPES = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default)
 
 

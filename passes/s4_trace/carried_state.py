@@ -16,7 +16,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
-from ..graph.facts import Axis, Facts, Kind, Role, Segment, operands, shape_of, sum_dtype, tensors_of
+from ..graph.facts import (
+    Axis,
+    Facts,
+    Kind,
+    Role,
+    Segment,
+    expression,
+    operands,
+    shape_of,
+    sum_dtype,
+    tensors_of,
+)
 from ..graph.op_arguments import sdpa_arguments
 from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
@@ -124,7 +135,7 @@ def state_of_recurrence(node: Node, wide: bool = False) -> tuple[list[sympy.Expr
     known = RECURRENCES[name]
     values = [None if n is None else tensors_of(n)[0] for n in given]
     dtype = known.dtypes(values, settings, cast)[1]
-    sizes = [shape_of(given[operand])[dim] for operand, dim in known.state]
+    sizes = list(map(expression, known.state_sizes_of(values)))
     return sizes, sum_dtype(dtype) if wide else dtype
 
 

@@ -100,6 +100,7 @@ def test_no_order_goes_below_the_floor_and_one_reaches_it(function):
     assert floor == best > 0
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was():
     workload = shrunk(CASES["llama"]).workload
     model = make_model(workload.config, "cpu", torch.float32)
@@ -109,6 +110,7 @@ def test_the_model_is_left_as_it_was():
     assert isinstance(model, nn.Module)
 
 
+@pytest.mark.slow
 def test_the_tables(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.causes.peak_of_process", lambda workload, mode, meter: 2**30)
     assert main(["--case", "dense", "--tiny"]) == 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.cases import Workload
 from benchmarks.kernels import measure, show
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 97, "head_dim": 8}
 
 
+@pytest.mark.slow
 def test_parts_of_a_step() -> None:
     workload = Workload("qwen3", 64, 16, layers=1, changes=tuple(SIZES.items()))
     results = measure(workload, ["checkpointing", "streamed"], 1)

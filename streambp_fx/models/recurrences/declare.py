@@ -100,7 +100,7 @@ def _fault_of_trial(function: Callable, interface: Interface, known: Recurrence)
         made, state = known.step(own, settings, state)
         parts.append(made)
     joined = torch.cat(parts, known.rows)
-    sizes = [operands[k].shape[d] for k, d in known.state]  # type: ignore[union-attr]
+    sizes = known.state_sizes_of(operands)
     like = operands[known.like]
     assert like is not None and state is not None
     if joined.shape != whole.shape or whole.shape != like.shape or list(state.shape) != sizes:

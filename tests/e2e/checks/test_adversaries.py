@@ -20,6 +20,7 @@ from adversaries import (
     gradients,
     hooks,
     in_place,
+    loops,
     objectives,
     random_ops,
     recurrences,
@@ -43,7 +44,7 @@ MODULES = (
     functions,
     gradients,
 )
-MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections)
+MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections, loops)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "selections: an indexer": "compile",
@@ -55,6 +56,9 @@ OFTEN: dict[str, str] = {
     "recurrences: two in a row": "transform",
     "recurrences: read by an attention": "compile",
     "convolutions: cut in another place": "transform",
+    "loops: a cell and a list": "compile",
+    "loops: several results": "transform",
+    "loops: what it has written by another name": "transform",
     "reductions: one set of scores, two masks": "compile",
     "in place: plus equals": "compile",
     "in place: masked fill through heads": "transform",

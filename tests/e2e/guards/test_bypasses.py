@@ -238,6 +238,7 @@ class Scaled(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_more_graphs_than_dynamo_compiles_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Scaled()
     call = torch.compile(model, backend="streambp", options=OPTIONS)

@@ -129,6 +129,7 @@ def test_one_line_a_pass(caplog: pytest.LogCaptureFixture) -> None:
     assert not any(r.levelno < logging.INFO for r in caplog.records if r.name == "streambp_fx.passes")
 
 
+@pytest.mark.slow
 def test_programs_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "streambp_fx.passes"):
         torch.compile(build("llama"), backend="streambp", options=OPTIONS)(**plain(2, 37))

@@ -53,6 +53,7 @@ def test_steps(family: str, door: str, more: dict[str, Any]) -> None:
         assert_all_chunked(model)  # here: Dynamo forgets graphs of code that is replaced
 
 
+@pytest.mark.slow
 def test_dropout_and_padding() -> None:
     """The same seed is the same step with a default device and without."""
     found = []

@@ -151,7 +151,6 @@ def with_mixer(mixer: str, layer: int = 0, **over: Any) -> Any:
 
 OFTEN = (
     "a mask that looks one row ahead",
-    "mixing across the batch",
     "mystery op",
 )
 

@@ -82,6 +82,7 @@ def test_two_threads_train_two_models_and_a_third_step_follows(door: str) -> Non
             assert all(s.chunked for s in streambp_fx.schedule(own[1]).segments)
 
 
+@pytest.mark.slow
 def test_a_step_is_streamed_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch says to all threads that one of them compiles."""
     with in_double(LLAMA):

@@ -428,6 +428,7 @@ def test_a_new_length_does_not_capture_again(monkeypatch: pytest.MonkeyPatch) ->
         assert count["dynamo"] == before
 
 
+@pytest.mark.slow
 def test_many_batch_sizes_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More sizes than Dynamo allows graphs by default, and one of one sequence, which has its own."""
     with in_double(LLAMA), compilations(monkeypatch) as count:

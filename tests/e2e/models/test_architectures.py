@@ -94,7 +94,7 @@ def exact_and_streamed_whole(family: str, batches: Mapping[str, Any], **options:
 BESIDE = [("diffllama", "sdpa", True), ("falcon_h1", "sdpa", True), ("falcon_h1", "eager", False)]
 
 
-@pytest.mark.parametrize(("family", "impl", "together"), sample(BESIDE, BESIDE[0]))
+@pytest.mark.parametrize(("family", "impl", "together"), sample(BESIDE))
 def test_levels_side_by_side(family: str, impl: str, together: bool) -> None:
     """Their layers store what goes in. Not where rows that see nothing would run a recurrence unchunked."""
     with in_double(functools.partial(model_of, family)):
@@ -166,6 +166,7 @@ def test_a_loop_of_somebody_else_stays_a_loop() -> None:
     assert total_error([(got, want)]) < 1e-12
 
 
+@pytest.mark.slow
 def test_experts_in_bfloat16() -> None:
     """PyTorch's own grouped product, which in a captured graph takes bfloat16 alone."""
     exact = model_of("qwen3_moe", torch.float32)

@@ -101,6 +101,7 @@ def test_bfloat16_is_nearly_bitwise_where_nothing_is_summed_apart() -> None:
     assert_close_grads(got, want, 2e-2)
 
 
+@pytest.mark.slow
 def test_a_grad_scaler_takes_the_same_steps() -> None:
     eager = build("llama", dtype=torch.float32)
     model = copy.deepcopy(eager)
@@ -135,6 +136,7 @@ def test_on_and_off_in_turns_and_backward_inside() -> None:
         assert_close_grads(grads(model), grads(eager), 5e-2 if enabled else 1e-5)
 
 
+@pytest.mark.slow
 def test_autocast_inside_a_function() -> None:
     eager = build("llama", dtype=torch.float32)
     model = copy.deepcopy(eager)

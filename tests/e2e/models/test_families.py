@@ -37,10 +37,6 @@ FIRST = [(family, impls(family)[0]) for family in FAMILIES]
 SECOND = [(family, impl) for family in FAMILIES for impl in impls(family)[1:]]
 MOST = ("T=67, a ragged last chunk", "T=4*chunk+1, a tail of one row", "T=hidden size", "left padding")
 MOST += ("right padding",)  # of more than a chunk: test_ragged.py, and all families in test-all
-# Of each kind of attention, norm, feed-forward layer and position: the others are for `make test-all`.
-# Llama has every kind of batch below.
-KINDS = ("gemma3_text",)
-SOME = [(family, impls(family)[0]) for family in KINDS]
 
 
 def lengths() -> dict[str, dict[str, torch.Tensor]]:
@@ -70,7 +66,7 @@ def masked() -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-@pytest.mark.parametrize(("family", "impl"), sample([*FIRST, *SECOND], *SOME))
+@pytest.mark.parametrize(("family", "impl"), sample([*FIRST, *SECOND]))
 def test_float64(family: str, impl: str) -> None:
     """Ragged ends, a tail of one row, a length that is another size as well, padding on both sides."""
     batches = {n: b for n, b in {**lengths(), **masked()}.items() if n in MOST}

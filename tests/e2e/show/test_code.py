@@ -114,7 +114,8 @@ def test_printed_code_gives_the_runtimes_gradients(name: str) -> None:
     assert ("saved_1 = segment_1_forward(" in code) == bool(options)
 
 
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
 def test_states_of_recurrences_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_states, "SMALL", Fraction(1000))
     model, given = model_of(family), BATCHES["a tail of one row"]
@@ -173,6 +174,7 @@ def test_what_the_data_decides_is_asked_by_the_program() -> None:
         assert_close_grads(gradients, exact[name][1], 1e-9, name)
 
 
+@pytest.mark.slow
 def test_weights_need_not_exist() -> None:
     """The text of a model on meta names its sizes and runs on real weights."""
     model = build("llama", num_hidden_layers=1)

@@ -372,6 +372,7 @@ def _prints(page: Any) -> None:
     assert not page.locator("#moment").is_visible()
 
 
+@pytest.mark.slow
 def test_what_is_kept_by_value_and_segment(tmp_path: Path) -> None:
     """A budget has some values kept of some rows: the table's shares are those of the schedule."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}

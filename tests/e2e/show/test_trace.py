@@ -168,6 +168,7 @@ def test_segment_graph_of_what_runs_whole() -> None:
 # -- verbose ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verbose_prints_the_table_once_a_graph(capsys: Any) -> None:
     model = build("llama", num_hidden_layers=1)
     streambp_fx.transform(model, chunk=16, loss_chunk=8, verbose=True)

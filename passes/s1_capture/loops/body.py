@@ -1,0 +1,247 @@
+"""The body of a loop along the sequence as a step with a state, for the op `streambp_fx::recurrence`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...graph.autograd_functions import Retrace, content_of
+from ...graph.facts import expression
+from ...graph.functionalization import NotPureError, changes_something
+from ...graph.purity import is_random
+from ...graph.recurrence import RECURRENCES, Recurrence
+from ...graph.tracing import trace
+from ..refused_effects import refuse_effects, refuse_regions, refuse_strides
+
+
+class LoopNotUnderstood(Exception):
+    """A loop is no step with a state that could be taken from one chunk of rows to the next."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size that the body of a loop reads, as that of an operand in a dim."""
+
+    operand: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class LoopBody:
+    """What a loop does with one row.
+
+    The operands of the op are the values that go by rows (the rows in dim 0), those that the carried values
+    begin with, and what is the same for all rows.
+
+    Attributes:
+        module: takes the carried values, a row of each value that goes by rows, and the rest; returns the
+            carried values for the next row, and the results of this one.
+        carried, by_rows: how many there are.
+        rest: what else the body takes: None for the next operand, a `Size`, or a number.
+        last: which carried values somebody reads after the loop. They are results of each row, too.
+        shared: how many first dims have the same sizes in all results of a row.
+    """
+
+    module: GraphModule
+    carried: int
+    by_rows: int
+    rest: tuple[Size | int | float | None, ...]
+    last: tuple[int, ...]
+    shared: int = 0
+
+    def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The operands by rows, what the carried values begin with, and the rest."""
+        rows, begin = list(operands[: self.by_rows]), list(operands[self.by_rows :][: self.carried])
+        others = iter(operands[self.by_rows + self.carried :])
+        return rows, begin, [self._given(kind, operands, others) for kind in self.rest]
+
+    @staticmethod
+    def _given(kind: Size | int | float | None, operands: Sequence[Any], others: Any) -> Any:
+        if kind is None:
+            return next(others)
+        return operands[kind.operand].shape[kind.dim] if isinstance(kind, Size) else kind
+
+    def call(
+        self, carried: Sequence[Any], row: Sequence[Any], rest: Sequence[Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The carried values after a row, in the shapes and dtypes of those before, and the results of it."""
+        return self.parts(self.module.forward(*carried, *row, *rest))
+
+    def parts(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the body returns: the carried values, of any shape and dtype, and all results of the row."""
+        after = list(found[: self.carried])
+        return after, [*found[self.carried :], *(after[k] for k in self.last)]
+
+    def results_of(self, operands: Sequence[Any]) -> list[Tensor]:
+        """The results of one row, of which only shape and dtype are looked at; nothing is differentiated."""
+        rows, begin, rest = self.split(operands)
+        with torch.no_grad():
+            return self.call(begin, [x.new_empty(x.shape[1:]) for x in rows], rest)[1]
+
+    def joined(self, results: Sequence[Tensor]) -> Tensor:
+        """The results of a row as one tensor, beside one another in the last dim."""
+        if len(results) == 1:
+            return results[0]
+        flat = (x.flatten(self.shared) if x.dim() > self.shared else x.unsqueeze(-1) for x in results)
+        return torch.cat(list(flat), -1)
+
+    def step(
+        self, operands: Sequence[Tensor | None], settings: Sequence[float], state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The loop over the rows that are given, (T, ...), as `Recurrence.step`."""
+        rows, begin, rest = self.split(operands)
+        carried = begin if state is None else _unpacked(state, begin)
+        made = []
+        for row in zip(*(x.unbind(0) for x in rows), strict=True):
+            carried, results = self.call(carried, row, rest)
+            made.append(self.joined(results))
+        return torch.stack(made), _packed(carried)
+
+    def sizes(self, operands: Sequence[Any]) -> list[Any]:
+        """Those of what the op makes."""
+        return [operands[0].shape[0], *self.joined(self.results_of(operands)).shape]
+
+    def state_sizes(self, operands: Sequence[Any]) -> list[Any]:
+        """Those of the state."""
+        return [1 + sum(x.numel() for x in self.split(operands)[1])]
+
+
+def _packed(carried: Sequence[Tensor]) -> Tensor:
+    """NOTE [the state of a loop]: one dim, of a 1 and all entries of the carried values.
+
+    Before the first chunk a state is zeros. So its first entry says whether the loop has begun; until then
+    the carried values are what the loop begins with, which are operands, and may have a gradient.
+    """
+    dtype = _common([x.dtype for x in carried])
+    return torch.cat([carried[0].new_ones(1, dtype=dtype), *(x.reshape(-1).to(dtype) for x in carried)])
+
+
+def _unpacked(state: Tensor, begin: Sequence[Tensor]) -> list[Tensor]:
+    has_begun, *entries = state.split([1, *(x.numel() for x in begin)])
+    pairs = zip(entries, begin, strict=True)
+    return [torch.where(has_begun != 0, e.view(b.shape).to(b.dtype), b) for e, b in pairs]
+
+
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """A dtype that holds values of all these as they are."""
+    found = dtypes[0]
+    for dtype in dtypes:
+        found = torch.promote_types(found, dtype)
+    return found
+
+
+def shared_dims(results: Sequence[Tensor]) -> int:
+    """How many of their first dims have the same sizes in all."""
+    sizes = [list(map(expression, x.shape)) for x in results]
+    return sum(1 for _ in itertools.takewhile(lambda s: len(set(s)) == 1, zip(*sizes, strict=False)))
+
+
+def plain_body(module: GraphModule, devices: set[torch.device]) -> GraphModule:
+    """The body without copies of what it returns, and on the device of what it is given, whatever that is.
+
+    Args:
+        module: not changed.
+        devices: of what it is given.
+
+    Raises:
+        LoopNotUnderstood: it works on several devices.
+    """
+    if len(devices) != 1:
+        raise LoopNotUnderstood("works on several devices")
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    results = graph.graph_copy(module.graph, copies)
+    graph.output(torch.fx.node.map_arg(results, _before_copies))
+    first = next(iter(graph.nodes))
+    with graph.inserting_after(next(n for n in reversed(graph.nodes) if n.op == "placeholder")):
+        device = graph.call_function(getattr, (first, "device"))
+    for node in graph.nodes:
+        given = [x for x in tree_leaves((node.args, node.kwargs)) if isinstance(x, torch.device)]
+        if not set(given) <= devices:
+            raise LoopNotUnderstood("works on several devices")
+        if given:
+            own = lambda x: device if isinstance(x, torch.device) else x  # noqa: E731
+            node.args, node.kwargs = tree_map(own, node.args), tree_map(own, dict(node.kwargs))
+    graph.eliminate_dead_code()
+    return GraphModule(module, graph)
+
+
+def _before_copies(node: Node) -> Node:
+    while node.target in ("clone", torch.clone) and len(node.args) == 1:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def known_loop(body: LoopBody, operands: Sequence[Tensor]) -> str:
+    """The name under which the op calls a loop; loops that do the same have the same.
+
+    Args:
+        body: of the loop.
+        operands: of the op, of any shape and dtype; only those are looked at.
+
+    Raises:
+        LoopNotUnderstood: the body does more than compute values.
+    """
+    key = repr((content_of(body.module), body.carried, body.by_rows, body.rest, body.last, body.shared))
+    if key not in _names:
+        _refuse(body, operands)
+        name = f"loop_{len(_names)}"
+        dims = tuple(0 if k < body.by_rows else None for k in range(len(operands)))
+        RECURRENCES[name] = Recurrence(
+            name,
+            body.step,
+            dims,
+            rows=0,
+            like=0,
+            sizes=body.sizes,
+            state_sizes=body.state_sizes,
+            by_row=True,
+        )
+        _names[key] = name
+    return _names[key]
+
+
+#: Names of loops, by what they do.
+_names: dict[str, str] = {}
+
+
+def _refuse(body: LoopBody, operands: Sequence[Tensor]) -> None:
+    """A body must compute values of what it is given, and nothing else.
+
+    Raises:
+        LoopNotUnderstood: it draws random numbers, changes something, or calls parts of itself.
+    """
+    if any(n.op in ("get_attr", "call_module") for n in body.module.graph.nodes):
+        raise LoopNotUnderstood("holds tensors or graphs of its own")
+    try:
+        with _disable_current_modes(), FakeTensorMode():
+            few = [torch.empty(_few(x), dtype=x.dtype, device=x.device) for x in operands]
+            rows, begin, rest = body.split(few)
+            run: Callable[..., Any] = Retrace(body.module).run
+            graph = trace(run, *begin, *(x[0] for x in rows), *rest, pre_dispatch=True)
+        refuse_effects(graph)
+        refuse_regions(graph.graph.nodes)
+        refuse_strides(graph.graph.nodes)
+    except NotPureError as error:
+        raise LoopNotUnderstood(str(error)) from error
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" or changes_something(node) or _draws(node):
+            raise LoopNotUnderstood(f"{node.target} is more than a function of values")
+
+
+def _draws(node: Node) -> bool:
+    return node.op == "call_function" and is_random(node)
+
+
+def _few(operand: Tensor) -> tuple[int, ...]:
+    """Its sizes, with 2 in place of symbols."""
+    return tuple(2 if isinstance(s, torch.SymInt) else int(s) for s in operand.shape)

@@ -1,0 +1,134 @@
+"""PyTorch's `scan`, a loop along a dim with carried values, as a recurrence.
+
+A scan along the sequence is one op, `streambp_fx::recurrence`, of which a chunk does its own rows: it takes
+the carried values that the chunk before has left, and leaves its own. What is no such loop is unrolled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from ...graph.autograd_functions import Retrace
+from ...graph.facts import expression
+from ...graph.recurrence import RECURRENCE
+from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, shared_dims
+
+log = logging.getLogger(__name__)
+SCAN = getattr(torch.ops.higher_order, "scan", None)
+
+
+def replaced_scan(graph: Graph, node: Node) -> list[Node]:
+    """Replace a call of the op in a Dynamo graph by one of `scan` below; nodes that nobody reads any more."""
+    body, begin, rows, rest = node.args
+    read = {u.args[1] for u in node.users if u.target is operator.getitem}
+    last = tuple(k for k in range(len(begin)) if k in read or len(read) < len(node.users))  # type: ignore[arg-type]
+    with graph.inserting_before(node):
+        new = graph.call_function(scan, (body, begin, rows, rest, last))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return []
+
+
+def scan(
+    body: GraphModule,
+    begin: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    rest: Sequence[Any],
+    last: tuple[int, ...],
+) -> list[Tensor | None]:
+    """What PyTorch's op of this name returns: the carried values after the loop, and results by rows.
+
+    Args:
+        body: what is done with a row, see `LoopBody.module`.
+        begin: what the carried values begin with.
+        rows: values with the rows in dim 0, (T, ...).
+        rest: what the body takes besides, tensors and numbers.
+        last: the carried values that are read after the loop. None stands for the others.
+
+    Returns:
+        The carried values, in the shapes of `begin`, and the results, (T, ...).
+    """
+    try:
+        return _recurrence(body, begin, rows, rest, last)
+    except LoopNotUnderstood as error:
+        log.info("a loop along a dim is unrolled: it %s", error)
+        return _unrolled(body, begin, rows, rest)
+
+
+def _unrolled(
+    body: GraphModule, begin: Sequence[Tensor], rows: Sequence[Tensor], rest: Sequence[Any]
+) -> list[Tensor | None]:
+    """The same, one row after the other."""
+    carried, results = list(begin), []
+    for k in range(int(rows[0].shape[0])):
+        found = Retrace(body).run(*carried, *(x.select(0, k) for x in rows), *rest)
+        carried = list(found[: len(begin)])
+        results.append(found[len(begin) :])
+    return [*carried, *(torch.stack(x) for x in zip(*results, strict=True))]
+
+
+def _recurrence(
+    module: GraphModule,
+    begin: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    rest: Sequence[Any],
+    last: tuple[int, ...],
+) -> list[Tensor | None]:
+    """The same as one op.
+
+    Raises:
+        LoopNotUnderstood: it cannot be.
+    """
+    if not isinstance(rows[0].shape[0], torch.SymInt):
+        raise LoopNotUnderstood("goes over a number of rows that is always the same")
+    operands = [*rows, *begin, *(x for x in rest if isinstance(x, Tensor))]
+    module = plain_body(module, {x.device for x in operands})
+    kinds = tuple(None if isinstance(x, Tensor) else _number(x, operands, len(rows)) for x in rest)
+    body = LoopBody(module, len(begin), len(rows), kinds, last)
+    with disable_proxy_modes_tracing():
+        results = body.results_of(operands)
+    if not results or len({x.dtype for x in results}) > 1:
+        raise LoopNotUnderstood("has no result by rows, or some of several dtypes")
+    if not all(x.is_floating_point() for x in (*results, *begin)):
+        raise LoopNotUnderstood("carries or makes values that are no floating-point numbers")
+    body = dataclasses.replace(body, shared=shared_dims(results))
+    name, device = known_loop(body, operands), rows[0].device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    made = _apart(RECURRENCE(name, operands, [], cast), results, body.shared)
+    own, carried = made[: len(made) - len(last)], dict(zip(last, made[len(made) - len(last) :], strict=True))
+    return [*(carried[k].select(0, -1) if k in carried else None for k in range(len(begin))), *own]
+
+
+def _number(value: Any, operands: Sequence[Tensor], by_rows: int) -> Size | int | float:
+    """A number that the body takes; one that is a size of an operand, as that."""
+    if not isinstance(value, torch.SymInt):
+        if not isinstance(value, (int, float)):
+            raise LoopNotUnderstood(f"takes a value of type {type(value).__name__}")
+        return value
+    for k, operand in enumerate(operands):
+        for dim, size in enumerate(operand.shape):
+            if (k >= by_rows or dim) and expression(size) == expression(value):
+                return Size(k, dim)
+    raise LoopNotUnderstood("reads a size that none of its operands has")
+
+
+def _apart(made: Tensor, results: Sequence[Tensor], shared: int) -> list[Tensor]:
+    """The results by rows, of what `LoopBody.joined` has made of each row."""
+    if len(results) == 1:
+        return [made]
+    widths = [x.flatten(shared).shape[-1] if x.dim() > shared else 1 for x in results]
+    parts = made.split(widths, -1)
+    return [
+        p.unflatten(-1, x.shape[shared:]) if x.dim() > shared else p.squeeze(-1)
+        for p, x in zip(parts, results, strict=True)
+    ]

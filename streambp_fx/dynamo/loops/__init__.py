@@ -1,0 +1,17 @@
+"""Python loops along the sequence, which Dynamo would unroll, traced as PyTorch's `scan`.
+
+NOTE [loops along the sequence]: `for t in range(x.shape[1])` makes of one length one graph, with a copy of
+the body for each row, and nothing in it says that there is a state. Where the body is a step (it reads row t
+of some values, takes some values from the row before, and gives one row of others) it is traced once, as the
+body of a `scan`. Whether it is a step is read from the function's source: which names are read before they
+are assigned, where the loop's variable occurs, what becomes of the results. The source is believed only if it
+compiles to the code that runs. What is not understood, or what Dynamo cannot trace as a `scan`, is unrolled
+as before. The functions themselves are not changed: Dynamo is given other code when it inlines one for this
+backend.
+"""
+
+from __future__ import annotations
+
+from .inlining import watch_calls
+
+__all__ = ["watch_calls"]

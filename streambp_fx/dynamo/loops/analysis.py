@@ -1,0 +1,285 @@
+"""Which loops of a function go along the rows of tensors with a state, read from its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .names import before, leaves, names_in, read_behind, read_first, stores
+from .places import Place, Row, header_of, is_all, place_of, root
+
+# What makes a tensor that nobody else knows of.
+NEW = {"zeros", "ones", "empty", "full"}
+FRESH = {*NEW, *(f"{n}_like" for n in NEW), *(f"new_{n}" for n in NEW)}
+JOINS = {"stack", "cat", "concat"}
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
+           ast.DictComp, ast.GeneratorExp)  # fmt: skip
+_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.Expr, ast.Pass)
+_EXPRESSIONS = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+_MIRRORS = {"locals", "vars", "eval", "exec", "dir", "globals"}
+
+
+class NotAStep(Exception):
+    """A loop is no step from row to row, or nobody can tell."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor made before the loop, of which the body writes one row.
+
+    Attributes:
+        name: of the variable.
+        dim: of the rows.
+        keeps: a row is written as a slice of one entry, and not as an element.
+    """
+
+    name: str
+    dim: int
+    keeps: bool
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop whose body is a step.
+
+    Attributes:
+        node: the loop.
+        count: how many rows it goes over.
+        rows: what is read of it, by the name of a row in the new body.
+        carried: variables that go from row to row.
+        written: tensors of which a row is written, by the name of the row in the new body.
+        appended: lists to which something is appended, likewise.
+        body: the new body.
+    """
+
+    node: ast.For
+    count: ast.expr
+    rows: dict[str, Row]
+    carried: list[str]
+    written: dict[str, Written]
+    appended: dict[str, str]
+    body: list[ast.stmt]
+
+
+def loops_of(tree: ast.FunctionDef) -> Iterator[ast.For]:
+    """The loops of a function that may be along rows."""
+    if any(isinstance(n, (ast.Global, ast.Nonlocal, *_EXPRESSIONS)) for n in ast.walk(tree)):
+        return
+    scopes = [s for s in ast.walk(tree) if isinstance(s, _SCOPES) and s is not tree]
+    inner = {id(n) for s in scopes for n in ast.walk(s)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and id(node) not in inner and not node.orelse and header_of(node):
+            yield node
+
+
+def step_of(tree: ast.FunctionDef, loop: ast.For, prefix: str) -> Loop:
+    """What a loop does with one row.
+
+    Args:
+        tree: the function.
+        loop: one of `loops_of` it.
+        prefix: of new names.
+
+    Raises:
+        NotAStep: it is no step from row to row.
+    """
+    return _Analysis(tree, loop, prefix).found()
+
+
+@dataclass
+class _Analysis:
+    tree: ast.FunctionDef
+    loop: ast.For
+    prefix: str
+    rows: dict[str, Row] = field(default_factory=dict)
+    written: dict[str, Written] = field(default_factory=dict)
+    appended: dict[str, str] = field(default_factory=dict)
+
+    def found(self) -> Loop:
+        self.header = header_of(self.loop)
+        assert self.header is not None
+        self.targets, self.stored = stores(self.loop.target), set[str]().union(*map(stores, self.loop.body))
+        self._refuse_kinds()
+        if self.header.row is not None:
+            name, row = self.header.row
+            self.rows[name] = self._unchanged(row)
+        body = [self._statement(s) for s in self.loop.body]
+        self._refuse_scopes()
+        later = read_behind(self.tree.body, self.loop)
+        if later & self.targets or any(n.id == self.header.index for n in names_in(body)):
+            raise NotAStep("it reads the number of the row other than to take a row")
+        first = read_first(body, set(self.rows))[0]
+        carried = sorted(n for n in self.stored if n in first or n in later)
+        if not self.rows or not (self.written or self.appended or set(carried) & later):
+            raise NotAStep("it reads no rows, or nothing becomes of them")
+        return Loop(self.loop, self._count(), self.rows, carried, self.written, self.appended, body)
+
+    def _count(self) -> ast.expr:
+        assert self.header is not None
+        if self.header.count is not None:
+            return self.header.count
+        assert self.header.row is not None
+        row = self.header.row[1]
+        return ast.Subscript(
+            ast.Attribute(row.tensor, "shape", ast.Load()), ast.Constant(row.dim), ast.Load()
+        )
+
+    def _refuse_kinds(self) -> None:
+        for node in (n for s in self.loop.body for n in ast.walk(s)):
+            if isinstance(node, (*_SCOPES, *_EXPRESSIONS)):
+                raise NotAStep("it has a function or a comprehension of its own")
+            if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+                raise NotAStep(f"it has a statement of the kind {type(node).__name__}")
+        if self.stored & self.targets:
+            raise NotAStep("it assigns the loop's variable")
+        if _MIRRORS & {n.id for n in names_in(self.tree.body)} or {"range", "enumerate"} & stores(self.tree):
+            raise NotAStep("the function looks at its own variables, or has a range of its own")
+
+    def _refuse_scopes(self) -> None:
+        """Functions within the function must not know of what the loop assigns."""
+        own = self.stored | self.targets | {w.name for w in self.written.values()} | {*self.appended.values()}
+        scopes = [n for n in ast.walk(self.tree) if isinstance(n, _SCOPES) and n is not self.tree]
+        if own & {n.id for n in names_in(scopes)}:
+            raise NotAStep("a function or a comprehension elsewhere reads what it assigns")
+
+    def _unchanged(self, row: Row) -> Row:
+        if root(row.tensor) in self.stored:
+            raise NotAStep("it takes rows of what it assigns")
+        return row
+
+    def _statement(self, statement: ast.stmt, inner: bool = False) -> ast.stmt:
+        """A statement in the new body; `inner`: it may not be run."""
+        if isinstance(statement, ast.If):
+            parts = ([self._statement(s, True) for s in p] for p in (statement.body, statement.orelse))
+            return ast.copy_location(ast.If(self._with_rows(statement.test), *parts), statement)
+        if isinstance(statement, ast.Expr):
+            return self._append(statement, inner)
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if any(isinstance(t, ast.Subscript) for t in targets) and isinstance(statement, ast.Assign):
+            return self._write(statement, inner)
+        if not all(isinstance(e, ast.Name) for t in targets if t is not None for e in leaves(t)):
+            raise NotAStep("it assigns something other than a variable")
+        return self._with_rows(statement)
+
+    def _with_rows(self, node: Any) -> Any:
+        return _TakenRows(self).visit(copy.deepcopy(node))
+
+    def _append(self, statement: ast.Expr, inner: bool) -> ast.stmt:
+        call = statement.value
+        if isinstance(call, ast.Constant):
+            return ast.copy_location(ast.Pass(), statement)
+        if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
+            raise NotAStep("it calls something for its effect")
+        if not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
+            raise NotAStep("it calls something for its effect")
+        name = root(call.func.value) if isinstance(call.func.value, ast.Name) else None
+        if name is None:
+            raise NotAStep("it appends to something other than a variable's list")
+        self._fresh(name, inner, lambda v: isinstance(v, ast.List) and not v.elts)
+        self._only_joined(name)
+        self.appended[self._made()] = name
+        return self._named(list(self.appended)[-1], call.args[0], statement)
+
+    def _write(self, statement: ast.Assign, inner: bool) -> ast.stmt:
+        target = statement.targets[0]
+        if len(statement.targets) != 1 or not isinstance(target, ast.Subscript):
+            raise NotAStep("it assigns parts of several things")
+        assert self.header is not None
+        found = place_of(target.slice, self.header.index)
+        if found is None or not all(map(is_all, found.rest)) or not isinstance(target.value, ast.Name):
+            raise NotAStep("it writes something other than a row of a variable's tensor")
+        self._fresh(target.value.id, inner, _is_fresh)
+        self.written[self._made()] = Written(target.value.id, found.dim, found.keeps)
+        return self._named(list(self.written)[-1], statement.value, statement)
+
+    def _made(self) -> str:
+        return f"{self.prefix}made_{len(self.appended) + len(self.written)}"
+
+    def _named(self, name: str, value: ast.expr, like: ast.stmt) -> ast.stmt:
+        made = ast.Assign([ast.Name(name, ast.Store())], self._with_rows(value))  # type: ignore[arg-type]
+        return ast.fix_missing_locations(ast.copy_location(made, like))
+
+    def _fresh(self, name: str, inner: bool, is_fresh: Callable[[ast.expr], bool]) -> None:
+        """What is written must be made right before the loop, for it, and be known to nobody until then."""
+        if inner:
+            raise NotAStep("it writes or appends only sometimes")
+        facts = {id(n) for n in _read_for_facts(self.tree)}
+        read = lambda body: [n for n in names_in(body) if n.id == name and id(n) not in facts]  # noqa: E731
+        if len(read(self.loop.body)) != 1:
+            raise NotAStep("it reads what it writes")
+        earlier = before(self.tree.body, self.loop) or []
+        place = next((k for k, s in enumerate(earlier) if name in stores(s)), None)
+        if place is None or not isinstance(statement := earlier[place], ast.Assign):
+            raise NotAStep("what it writes is not made before it")
+        if len(statement.targets) != 1 or not isinstance(statement.targets[0], ast.Name):
+            raise NotAStep("what it writes has several names")
+        if not is_fresh(statement.value) or read(earlier[:place]):
+            raise NotAStep("what it writes is not made for it, or is read before it")
+
+    def _only_joined(self, name: str) -> None:
+        """A list must be read once after the loop: joined to a tensor."""
+        own = {id(n) for n in ast.walk(self.loop)}
+        read = [n for n in names_in(self.tree.body) if n.id == name and isinstance(n.ctx, ast.Load)]
+        if len([n for n in read if id(n) not in own]) != 1:
+            raise NotAStep("a list that it appends to is read in several places")
+        if not any(is_join(n, name) for n in ast.walk(self.tree)):
+            raise NotAStep("a list that it appends to is not joined to a tensor after it")
+
+
+def is_join(node: ast.AST, name: str) -> bool:
+    """True for `torch.stack(name, ...)` and `torch.cat(name, ...)`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return False
+    first, module = node.args[0], node.func.value
+    is_torch = isinstance(module, ast.Name) and module.id == "torch" and node.func.attr in JOINS
+    return is_torch and isinstance(first, ast.Name) and first.id == name
+
+
+def _is_fresh(value: ast.expr) -> bool:
+    """True for `torch.zeros(...)`, `x.new_zeros(...)` and their like."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    name, of = value.func.attr, root(value.func.value)
+    ours = of is not None if name.startswith("new_") else of == "torch"
+    return name in FRESH and ours and not any(k.arg in ("out", None) for k in value.keywords)
+
+
+def _read_for_facts(tree: ast.AST) -> Iterator[ast.expr]:
+    """Variables that are read for the dtype, the device or the shape of their tensor."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device", "shape"):
+            yield node.value
+
+
+class _TakenRows(ast.NodeTransformer):
+    """Puts the name of a row where a row is taken."""
+
+    def __init__(self, analysis: _Analysis) -> None:
+        self.analysis = analysis
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        header = self.analysis.header
+        place = None if header is None else place_of(node.slice, header.index)
+        if place is None or root(node.value) is None:
+            return self.generic_visit(node)
+        made = self._row(self.analysis._unchanged(Row(node.value, place.dim)), place)
+        return ast.fix_missing_locations(ast.copy_location(made, node))
+
+    def _row(self, row: Row, place: Place) -> ast.expr:
+        made: ast.expr = ast.Name(self._name(row), ast.Load())
+        if place.keeps:
+            made = ast.Call(ast.Attribute(made, "unsqueeze", ast.Load()), [ast.Constant(place.dim)], [])
+        if not all(map(is_all, place.rest)):
+            made = ast.Subscript(made, ast.Tuple(place.rest, ast.Load()), ast.Load())
+        return made
+
+    def _name(self, row: Row) -> str:
+        rows = self.analysis.rows
+        key = (ast.dump(row.tensor), row.dim)
+        found = next((n for n, r in rows.items() if (ast.dump(r.tensor), r.dim) == key), None)
+        name = found or f"{self.analysis.prefix}row_{len(rows)}"
+        rows[name] = row
+        return name

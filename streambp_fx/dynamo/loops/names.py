@@ -1,0 +1,113 @@
+"""Which names the statements of a function read and assign, and in which order they may run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+
+LOOPS = (ast.For, ast.While)
+
+
+def names_in(nodes: Iterable[ast.AST]) -> Iterator[ast.Name]:
+    """All variables in some trees."""
+    for node in nodes:
+        yield from (n for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def loads(node: ast.AST) -> set[str]:
+    """Names that are read."""
+    return {n.id for n in names_in([node]) if not isinstance(n.ctx, ast.Store)}
+
+
+def stores(node: ast.AST) -> set[str]:
+    """Names that are assigned, or deleted."""
+    return {n.id for n in names_in([node]) if not isinstance(n.ctx, ast.Load)}
+
+
+def leaves(target: ast.expr) -> Iterator[ast.expr]:
+    """What is assigned by a target: itself, or the parts of a tuple."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for element in target.elts:
+            yield from leaves(element)
+    else:
+        yield target
+
+
+def read_first(body: Iterable[ast.stmt], assigned: set[str]) -> tuple[set[str], set[str]]:
+    """What statements may read before they assign it, and what they have assigned at the end in any case.
+
+    Args:
+        body: statements.
+        assigned: names that are assigned before.
+    """
+    read: set[str] = set()
+    assigned = set(assigned)
+    for statement in body:
+        if isinstance(statement, ast.If):
+            read |= loads(statement.test) - assigned
+            parts = [read_first(part, assigned) for part in (statement.body, statement.orelse)]
+            read |= parts[0][0] | parts[1][0]
+            assigned = parts[0][1] & parts[1][1]
+        elif isinstance(statement, ast.For):
+            read |= loads(statement.iter) - assigned
+            read |= read_first(statement.body, assigned | stores(statement.target))[0]
+            read |= read_first(statement.orelse, assigned)[0]
+        else:
+            read |= loads(statement) - assigned
+            if isinstance(statement, ast.AugAssign):
+                read |= stores(statement) - assigned
+            if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and statement.value:
+                assigned |= stores(statement)
+    return read, assigned
+
+
+def read_behind(body: list[ast.stmt], loop: ast.stmt) -> set[str]:
+    """What may be read after a loop before it is assigned anew."""
+    read: set[str] = set()
+    for statements in reversed(_behind(body, loop) or []):
+        found, assigned = read_first(statements, set())
+        read = found | (read - assigned)
+    return read
+
+
+def _blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
+    """The lists of statements directly within a statement."""
+    for _, value in ast.iter_fields(statement):
+        if not isinstance(value, list) or not value:
+            continue
+        if isinstance(value[0], ast.stmt):
+            yield value
+        else:  # handlers of exceptions, cases
+            for part in value:
+                yield from _blocks(part) if isinstance(part, ast.AST) else ()
+
+
+def _behind(body: list[ast.stmt], loop: ast.stmt) -> list[list[ast.stmt]] | None:
+    """What is run after a loop, in this order: the rest of its block, of the block around that, and so on.
+
+    A loop around it is run again. None if the loop is not in these statements.
+    """
+    for k, statement in enumerate(body):
+        if statement is loop:
+            return [body[k + 1 :]]
+        for block in _blocks(statement):
+            found = _behind(block, loop)
+            if found is not None:
+                again: list[list[ast.stmt]] = [[statement]] if isinstance(statement, LOOPS) else []
+                return [*found, *again, body[k + 1 :]]
+    return None
+
+
+def before(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt] | None:
+    """The statements that always run before a loop, the last one first, as far as the loop around it.
+
+    None if the loop is not in these statements.
+    """
+    for k, statement in enumerate(body):
+        if statement is loop:
+            return body[:k][::-1]
+        for block in _blocks(statement):
+            found = before(block, loop)
+            if found is not None:
+                return found if isinstance(statement, LOOPS) else [*found, *body[:k][::-1]]
+    return None

@@ -1,0 +1,105 @@
+"""A function with its loops along rows as calls of `scan`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import logging
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+from . import scanning
+from .analysis import Loop, NotAStep, is_join, loops_of, step_of
+from .source import source_of
+
+log = logging.getLogger(__name__)
+PREFIX = "_streambp_"
+_MODULE = f"{PREFIX}scanning"
+
+
+@functools.lru_cache(maxsize=4096)
+def with_scans(code: CodeType) -> CodeType | None:
+    """Code that does the same, with loops as calls of `scan` where they fit; None if it has no such loop."""
+    if not {"range", "unbind"} & set(code.co_names):
+        return None
+    source = source_of(code)
+    if source is None:
+        log.info("%s: the loops of %s are unrolled: its source is not known", code.co_filename, code.co_name)
+        return None
+    tree, found = source.function, []
+    for k, node in enumerate(loops_of(tree)):
+        try:
+            found.append(step_of(tree, node, f"{PREFIX}{k}_"))
+        except NotAStep as error:
+            log.info("%s:%d: the loop is unrolled: %s", code.co_filename, node.lineno, error)
+    found = [x for x in found if not any(x is not y and _is_within(x.node, y.node) for y in found)]
+    if not found:
+        return None
+    _Changed({id(x.node): (k, x) for k, x in enumerate(found)}).visit(tree)
+    return source.compiled()
+
+
+def _is_within(inner: ast.For, outer: ast.For) -> bool:
+    return any(n is inner for s in outer.body for n in ast.walk(s))
+
+
+class _Changed(ast.NodeTransformer):
+    """Puts a choice between a scan and the loop in the place of each loop."""
+
+    def __init__(self, loops: dict[int, tuple[int, Loop]]) -> None:
+        self.loops = loops
+        self.lists = {n for _, x in loops.values() for n in x.appended.values()}
+
+    def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
+        if id(node) not in self.loops:
+            return self.generic_visit(node)
+        return _choice(*self.loops[id(node)])
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if any(is_join(node, n) for n in self.lists):
+            assert isinstance(node.func, ast.Attribute)
+            joined = ast.Attribute(ast.Name(_MODULE, ast.Load()), "joined", ast.Load())
+            node.args.insert(0, node.func)
+            node.func = ast.copy_location(joined, node)
+        return node
+
+
+def _choice(number: int, loop: Loop) -> list[ast.stmt]:
+    """The statements for a loop: a template that is parsed, with the parts of the loop put in."""
+    own = f"{PREFIX}{number}_"
+    values = [loop.count, *(r.tensor for r in loop.rows.values())]
+    names = [f"{own}count", *(f"{own}value_{k}" for k in range(len(loop.rows)))]
+    read = _tuple(f"({name}, {row.dim})" for name, row in zip(names[1:], loop.rows.values(), strict=True))
+    outs = _tuple(f"({w.name}, {w.dim})" for w in loop.written.values())
+    carried, made = _tuple(loop.carried), _tuple([*loop.written, *loop.appended])
+    scan = [
+        f"def {own}body({own}carried, {own}rows):",
+        f"    {carried} = {own}carried" if loop.carried else "    pass",
+        f"    {_tuple(loop.rows)} = {own}rows",
+        f"    return {carried}, {made}",
+        f"{own}carried, {own}made = {_MODULE}.scan({own}body, {carried}, {read})",
+        f"{carried} = {own}carried" if loop.carried else "pass",
+        f"{made} = {own}made" if made != "()" else "pass",
+        *(f"{w.name} = {_MODULE}.put({n}, {w.name}, {w.dim}, {w.keeps})" for n, w in loop.written.items()),
+        *(f"{name} = ({n},)" for n, name in loop.appended.items()),
+    ]
+    lines = [f"import {scanning.__name__} as {_MODULE}", *(f"{name} = _" for name in names)]
+    lines += [f"if {_MODULE}.fits({names[0]}, {read}, {carried}, {outs}):"]
+    lines += [*(f"    {line}" for line in scan), "else:", "    pass"]
+    statements = ast.parse("\n".join(lines)).body
+    for node in (n for s in statements for n in ast.walk(s)):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            ast.copy_location(node, loop.node)
+    for statement, value in zip(statements[1:], values, strict=False):
+        statement.value = value  # type: ignore[attr-defined]
+    choice: Any = statements[-1]
+    choice.body[0].body[-1:-1] = loop.body
+    choice.orelse = [loop.node]
+    return statements
+
+
+def _tuple(parts: Iterable[str]) -> str:
+    """Python's text of a tuple."""
+    return "(" + "".join(f"{p}, " for p in parts) + ")"

@@ -1,0 +1,98 @@
+"""What stands in a function in the place of a loop along rows (`rewriting`). Dynamo traces it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.scan import scan as torch_scan
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def fits(
+    count: Any, rows: Sequence[tuple[Any, int]], carried: Any, written: Sequence[tuple[Any, int]]
+) -> bool:
+    """True if a loop goes over all rows of tensors, and carries tensors.
+
+    Args:
+        count: how many rows it goes over.
+        rows: what it reads rows of, and in which dim these are.
+        carried: what the variables that it carries begin with.
+        written: tensors of which it writes rows, and the dim of these.
+    """
+    for value, dim in (*rows, *written):
+        if not isinstance(value, Tensor) or value.dim() <= (dim if dim >= 0 else -1 - dim):
+            return False
+        if value.shape[dim] != count:
+            return False
+    return all(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(carried))
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]], carried: Any, rows: Sequence[tuple[Tensor, int]]
+) -> tuple[Any, Any]:
+    """The loop: what is carried after the last row, and results of all rows, (T, ...).
+
+    Args:
+        body: takes what is carried and the rows, and returns what is carried and results.
+        carried: what it begins with.
+        rows: tensors, and the dim of their rows.
+    """
+
+    def step(carried: Any, rows: Any) -> tuple[Any, Any]:
+        after, made = body(carried, rows)
+        # a scan refuses results that are one another, or what it is given, or lie in memory in another way
+        return tree_map(_copied, after), tree_map(_copied, made)
+
+    given = tuple(value.movedim(dim, 0) for value, dim in rows)
+    if not carried:  # it wants one
+        first = rows[0][0].new_zeros(())
+        return (), torch_scan(lambda c, r: (c.clone(), step((), r)[1]), first, given)[1]
+    return torch_scan(step, tree_map(torch.Tensor.contiguous, carried), given)
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def put(made: Tensor, out: Tensor, dim: int, keeps: bool) -> Tensor:
+    """A tensor of which each row was assigned.
+
+    Args:
+        made: what was assigned, (T, ...).
+        out: the tensor, with T rows.
+        dim: of its rows.
+        keeps: what was assigned has a dim of one entry for the row.
+    """
+    row = out.narrow(dim, 0, 1) if keeps else out.select(dim, 0)
+    made = made.to(device=out.device, dtype=out.dtype)
+    while made.dim() - 1 < row.dim():
+        made = made.unsqueeze(1)
+    made = made.expand(made.shape[0], *row.shape)
+    if keeps:
+        made = made.squeeze(dim + 1 if dim >= 0 else dim)
+    return made.movedim(0, dim).contiguous()
+
+
+def joined(join: Callable[..., Tensor], rows: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.stack` or `torch.cat` of a list, or of the rows of a scan.
+
+    Args:
+        join: one of these two.
+        rows: a list of tensors; or a tuple of one, (T, ...), which has what the list would have.
+
+    Raises:
+        TypeError: it is another function.
+    """
+    if type(rows) is not tuple:
+        return join(rows, *args, **kwargs)
+    if join not in (torch.stack, torch.cat, torch.concat):
+        raise TypeError(f"{join} is not known to join tensors")
+    made = rows[0]
+    dim = args[0] if args else kwargs.get("dim", 0)
+    if join is torch.stack:
+        return made.movedim(0, dim).contiguous()
+    dim = dim + made.dim() - 1 if dim < 0 else dim
+    return made.movedim(0, dim).flatten(dim, dim + 1)

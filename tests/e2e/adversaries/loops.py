@@ -1,0 +1,491 @@
+"""Loops along the sequence: a step from row to row is streamed, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from e2e_adversary import STREAMED, WHATEVER, Cases
+from e2e_subject import WIDTH, Subject
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch.nn import functional as F
+
+CASES = Cases("loops")
+
+
+class Remembers(nn.Module):
+    """A cell that leaves something behind when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        self.last = torch.tanh(self.lin(x) + h)
+        return self.last
+
+
+class Layer(nn.Module):
+    """A recurrence in a method of its own, as models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def run(self, gate: Tensor, value: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if state is None:
+            state = torch.zeros(gate[:, 0].shape, dtype=gate.dtype)
+        out = torch.zeros_like(value)
+        for t in range(value.shape[1]):
+            state = gate[:, t] * state
+            state = state + value[:, t]
+            out[:, t] = state
+        return out, state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.gate(x).sigmoid(), self.value(x))[0]
+
+
+def parts() -> dict[str, Any]:
+    return {
+        "cell": nn.GRUCell(WIDTH, WIDTH), "long": nn.LSTMCell(WIDTH, WIDTH), "layer": Layer(),
+        "first": nn.Parameter(torch.randn(WIDTH)), "remembers": Remembers(), "seen": torch.zeros(WIDTH),
+        "decay": nn.Parameter(torch.rand(WIDTH)),
+    }  # fmt: skip
+
+
+def block(want: Any = STREAMED, **more: Any) -> Callable[..., Any]:
+    return CASES.block(want, parts=parts, **more)
+
+
+# ---- steps
+
+
+@block()
+def gates_and_an_output(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.layer(x)
+
+
+@block()
+def a_cell_and_a_list(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    made = []
+    for t in range(x.size(1)):
+        h = m.cell(x[:, t], h)
+        made.append(h)
+    return x + torch.stack(made, dim=1)
+
+
+@block()
+def two_states_in_a_tuple(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    state = (torch.zeros_like(x[:, 0]), torch.ones_like(x[:, 0]))
+    made = []
+    for t in range(x.shape[1]):
+        state = m.long(x[:, t, :], state)
+        made.append(state[0] + state[1].tanh())
+    return x + torch.stack(made, 1)
+
+
+@block()
+def slices_that_are_joined(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros(x.shape[0], 1, WIDTH, dtype=x.dtype)
+    made = []
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t : t + 1]) + h * 0.5)
+        made.append(h)
+    return x + torch.cat(made, dim=-2)
+
+
+@block()
+def a_trained_beginning(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = m.first.expand(x.shape[0], -1)
+    out = torch.empty_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + h * m.decay)
+        out[:, t, :] = h
+    return x + out
+
+
+@block()
+def rows_first(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    turned = m.lin(x).transpose(0, 1)
+    h = turned.new_zeros(turned.shape[1:])
+    out = torch.zeros_like(turned)
+    for t in range(turned.shape[0]):
+        h = 0.9 * h + turned[t]
+        out[t] = h
+    return x + out.transpose(0, 1)
+
+
+@block()
+def rows_last(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    turned = m.lin(x).transpose(1, 2)
+    h = turned.new_zeros(turned.shape[:2])
+    out = torch.zeros_like(turned)
+    for t in range(turned.shape[-1]):
+        h = 0.9 * h + turned[..., t]
+        out[..., t] = h
+    return x + out.transpose(1, 2)
+
+
+@block()
+def several_results(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    norms = []
+    out = torch.zeros_like(x)
+    sums = x.new_zeros(x.shape[0], x.shape[1])
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + 0.5 * h)
+        out[:, t] = h
+        sums[:, t] = h.sum(-1)
+        norms.append(h.square().mean(-1, keepdim=True))
+    return x + out * sums[..., None] + torch.stack(norms, 1)
+
+
+@block()
+def a_matrix_for_a_state(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = m.lin(x), m.lin2(x).sigmoid(), m.v(x)
+    state = x.new_zeros(x.shape[0], WIDTH, WIDTH)
+    made = []
+    for t in range(x.shape[1]):
+        state = state * 0.9 + outer(k[:, t], v[:, t])
+        made.append((q[:, t].unsqueeze(1) @ state).squeeze(1))
+    return x + torch.stack(made, 1) / WIDTH
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+@block()
+def rows_that_are_unbound(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    made = []
+    for row in x.unbind(1):
+        h = m.cell(row, h)
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+@block()
+def numbered_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, gate = x.new_zeros(x.shape[0], WIDTH), m.lin(x).sigmoid()
+    made = []
+    for t, row in enumerate(x.unbind(dim=1)):
+        h = gate[:, t] * h + row
+        made.append(h)
+    return x + torch.stack(made, dim=1)
+
+
+@block()
+def a_choice_that_does_not_change(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        row = m.lin(x[:, t])
+        if m.before:
+            row = row * 0.5
+        else:
+            h = h * 0.9
+        h = h + row.tanh()
+        out[:, t] = h
+    return x + out
+
+
+@block()
+def without_a_state(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        out[:, t] = m.lin(x[:, t]).tanh()
+    return x + out
+
+
+@block()
+def two_loops_with_the_same_names(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        out[:, t] = h
+    x = x + out
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + h)
+        out[:, t] = h
+    return x + out
+
+
+@block()
+def an_assignment_in_place_of_its_own(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        scale = 0.5
+        scale *= 0.5
+        h = scale * h + x[:, t]
+        out[:, t] = h
+    return x + out
+
+
+@block()
+def a_scan_of_pytorch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    def step(carried: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        row, gate = rows
+        after = torch.tanh(m.lin(row) + gate * carried)
+        return after, after * 2
+
+    return x + scan(step, x.new_zeros(x.shape[0], WIDTH), (x, m.lin2(x).sigmoid()), dim=1)[1]
+
+
+# ---- not steps, or not known to be
+
+
+@block(WHATEVER)
+def the_row_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        out[:, t] = m.lin(x[:, t - 1]) if t else m.lin(x[:, t])
+    return x + out
+
+
+@block(WHATEVER)
+def from_the_end(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1] - 1, -1, -1):
+        h = 0.5 * h + x[:, t]
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def a_scan_from_the_end(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    def step(carried: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(m.lin(row) + 0.5 * carried)
+        return after, after * 2
+
+    return x + scan(step, x.new_zeros(x.shape[0], WIDTH), x, dim=1, reverse=True)[1]
+
+
+@block(WHATEVER)
+def what_it_has_written(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        out[:, t] = 0.5 * out.sum(1) + x[:, t]
+    return x + out * 0.1
+
+
+@block(WHATEVER)
+def what_it_has_written_by_another_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    same = out
+    for t in range(x.shape[1]):
+        out[:, t] = 0.5 * same.mean(1) + x[:, t]
+    return x + out
+
+
+@block(WHATEVER)
+def over_what_it_reads(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y = x * 1.0
+    z = y
+    for t in range(x.shape[1]):
+        y[:, t] = 0.5 * z.mean(1) + m.lin(x[:, t])
+    return x + y
+
+
+@block(WHATEVER)
+def the_number_of_the_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = h / (t + 1) + x[:, t]
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def every_other_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        if t % 2:
+            out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def all_but_the_last_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1] - 1):
+        h = 0.5 * h + x[:, t]
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def dropped_at_random(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = F.dropout(0.5 * h + x[:, t], 0.0)
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def a_cell_that_remembers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = m.remembers(x[:, t], h)
+        out[:, t] = h
+    return x + out + m.remembers.last[:, None]
+
+
+@block(WHATEVER)
+def a_buffer_that_changes(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        m.seen.mul_(0.5).add_(x[:, t].detach().mean(0))
+        h = 0.5 * h + x[:, t] + m.seen
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def a_state_that_changes_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h *= 0.5
+        h += x[:, t]
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def a_list_of_what_changes_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """All entries of the list are the same tensor: the last state."""
+    h = x.new_zeros(x.shape[0], WIDTH)
+    made = []
+    for t in range(x.shape[1]):
+        h += x[:, t]
+        made.append(h)
+    return x + 0.1 * torch.stack(made, 1)
+
+
+@block(WHATEVER)
+def the_last_state(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, last = m.layer.run(m.layer.gate(x).sigmoid(), m.layer.value(x))
+    return x + out + last[:, None]
+
+
+@block(WHATEVER)
+def the_last_row_by_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        row = m.lin(x[:, t])
+        h = 0.5 * h + row
+        out[:, t] = h
+    return x + out + row[:, None]
+
+
+@block(WHATEVER)
+def a_state_as_long_as_the_sequence(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], x.shape[1])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t, :1]
+        out[:, t] = h.mean(-1, keepdim=True) + x[:, t]
+    return x + out
+
+
+@block(WHATEVER)
+def all_rows_at_each(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t] * x.mean(1)
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def a_number_that_is_carried(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, scale = x.new_zeros(x.shape[0], WIDTH), 1.0
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        scale = scale * 0.9
+        h = h * 0.5 + x[:, t] * scale
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def none_to_begin_with(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = None
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = x[:, t] if h is None else 0.5 * h + x[:, t]
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def over_heads(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    parts = x.view(*x.shape[:2], 3, 4)
+    h = parts.new_zeros(*x.shape[:2], 4)
+    out = torch.zeros_like(parts)
+    for k in range(parts.shape[2]):
+        h = 0.5 * h + parts[:, :, k]
+        out[:, :, k] = h
+    return x + out.flatten(2)
+
+
+@block(WHATEVER)
+def over_the_batch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for k in range(x.shape[0]):
+        out[k] = m.lin(x[k]).tanh()
+    return x + out
+
+
+@block(WHATEVER)
+def rows_within_a_loop_over_layers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    for linear in (m.lin, m.lin2):
+        h = x.new_zeros(x.shape[0], WIDTH)
+        out = torch.zeros_like(x)
+        for t in range(x.shape[1]):
+            h = torch.tanh(linear(x[:, t]) + 0.5 * h)
+            out[:, t] = h
+        x = x + out
+    return x
+
+
+@block(WHATEVER)
+def a_function_that_knows_of_the_state(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = x.new_zeros(x.shape[0], WIDTH)
+    out = torch.zeros_like(x)
+    step = lambda row: 0.5 * h + row  # noqa: E731
+    for t in range(x.shape[1]):
+        h = step(x[:, t])
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def another_dtype_after_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros(x.shape[0], WIDTH, dtype=torch.float32)
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        out[:, t] = h
+    return x + out
