@@ -44,7 +44,7 @@ def kept_bytes(node: Node) -> sympy.Expr:
 def _in_sizes(node: Node, bytes_of: Callable[[Node, sympy.Expr, int], int]) -> sympy.Expr:
     """Bytes in the sizes of the graph, from those of a number of rows and one sample."""
     rows, samples = _sizes(node)
-    return _by_blocks(_blocks(node), rows, functools.cache(functools.partial(bytes_of, node, rows))) * samples
+    return _by_blocks(rows, functools.cache(functools.partial(bytes_of, node, rows)), _blocks(node)) * samples
 
 
 def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], int]) -> tuple[int, int]:
@@ -136,7 +136,9 @@ def _shape(node: Node) -> list[sympy.Expr]:
     return [expression(s) for s in tensors_of(node.args[1][known.like])[0].shape]  # type: ignore[index]
 
 
-def _by_blocks(blocks: Sequence[int], rows: sympy.Expr, bytes_of: Callable[[int], int]) -> sympy.Expr:
+def _by_blocks(
+    rows: sympy.Expr, bytes_of: Callable[[int], int], blocks: Sequence[int] = BLOCKS
+) -> sympy.Expr:
     """Bytes as an expression in the rows, from those of a few numbers of rows."""
     block = next((b for b in blocks if _grows_evenly(b, bytes_of)), blocks[-1])
     first, more = bytes_of(block), bytes_of(3 * block) - bytes_of(2 * block)

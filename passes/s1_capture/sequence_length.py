@@ -46,6 +46,11 @@ def _sequence_first(node: Node) -> list[tuple[Any, int]]:
     return [(_argument(node, 0, "query"), 0), (_argument(node, 1, "key"), 0)]
 
 
+def _by_rows(node: Node) -> list[tuple[Any, int]]:
+    """What goes by rows into PyTorch's `scan`."""
+    return [(value, 0) for value in node.args[2]]  # type: ignore[union-attr]
+
+
 def _product(node: Node) -> list[tuple[Any, int]]:
     operands = node.all_input_nodes[:2]
     if len(operands) < 2 or not all(_is_batch(n) and _is_made_of_inputs(n) for n in operands):
@@ -80,7 +85,10 @@ ATTENTION = {
     "multi_head_attention_forward": _sequence_first,
 }
 PRODUCTS = {"matmul": _product, "bmm": _product, "einsum": _product}
-SCANS = {"cumsum": _along_dim, "cumprod": _along_dim, "logcumsumexp": _along_dim, "conv1d": _along_last}
+SCANS = {
+    "cumsum": _along_dim, "cumprod": _along_dim, "logcumsumexp": _along_dim, "conv1d": _along_last,
+    "scan": _by_rows,
+}  # fmt: skip
 
 
 def find_lengths(
