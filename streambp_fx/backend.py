@@ -188,8 +188,8 @@ def _compiled_graph(
         specialize_floats(module)
     remove_declarations(module, example_inputs)
     if not lengths.sequence:
-        explain_unstreamed(module, lengths)
-        return Unstreamed(otherwise.run, f"the graph runs unstreamed: {lengths.reason}", counts)
+        why = explain_unstreamed(module, lengths)
+        return Unstreamed(otherwise.run, f"the graph runs unstreamed: {why}", counts)
     changes = None
     if sharded is None:
         module, changes = without_changes(module)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from .dynamo.loops import unrolled_loops
 from .dynamo.this_backend import goes_on_behind
 from .errors import warn
 from .passes.graph.facts import Facts, Segment
@@ -104,15 +105,21 @@ def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None
     )
 
 
-def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
+def explain_unstreamed(module: GraphModule, lengths: Lengths) -> str:
     """A warning if the graph reads along something longer than one, or along nothing and trains more than a
     table, or is the rest of one that has ended.
 
     Any other without attention is a line in the log: a function of a loss, say, that is compiled by itself.
+
+    Returns:
+        the reason: that of `lengths`, and the loops that may have fixed the length.
     """
+    why, loops = str(lengths.reason), unrolled_loops()
+    if loops:
+        why += f". A loop over the rows fixes their number. These were unrolled: {'; '.join(loops)}"
     behind, read = goes_on_behind(), lengths_read(module)
     if any(size > 1 for size in read) or (behind is None and not read and _trains(module)):
-        warn(f"the graph runs unstreamed: {lengths.reason}")
+        warn(f"the graph runs unstreamed: {why}")
     elif behind is not None:
         warn(
             f"what comes behind the graph break at {behind} runs unstreamed, with all its activations, the "
@@ -120,7 +127,8 @@ def explain_unstreamed(module: GraphModule, lengths: Lengths) -> None:
             "sequence. With fullgraph=True a graph break is an error that says what it is due to"
         )
     else:
-        log.info("the graph runs as it is: %s", lengths.reason)
+        log.info("the graph runs as it is: %s", why)
+    return why
 
 
 def _trains(module: GraphModule) -> bool:

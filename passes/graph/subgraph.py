@@ -13,6 +13,14 @@ from .purity import is_random
 PUBLIC = {torch.ops.aten.linear.default: torch.nn.functional.linear}
 
 
+def _is_plain(node: Node) -> bool:
+    """True for an op of PyTorch's, or of Python's on numbers and tuples."""
+    op = node.target
+    if isinstance(op, torch._ops.OpOverload):
+        return op.namespace in ("aten", "prims")
+    return node.op != "call_function" or getattr(op, "__module__", "") == "_operator"
+
+
 class Subgraph:
     """Part of a graph as a module of its own.
 
@@ -22,6 +30,7 @@ class Subgraph:
         random: True if an op draws random numbers.
         frozen: positions of outputs that have no gradient.
         returned: positions of outputs that the graph returns.
+        has_own_gradients: an op has a backward that its author wrote, which may keep what it returns.
     """
 
     def __init__(self, facts: Facts, outputs: list[Node], given: set[Node]) -> None:
@@ -42,6 +51,7 @@ class Subgraph:
         graph.output(tuple(copies[n] for n in outputs))
         self.module = GraphModule(facts.module, graph)
         self.random = any(is_random(n) for n in graph.nodes)
+        self.has_own_gradients = not all(_is_plain(n) for n in graph.nodes)
         returned = set(facts.outputs)
         self.frozen = [k for k, n in enumerate(outputs) if n not in facts.needs_grad]
         self.returned = [k for k, n in enumerate(outputs) if n in returned]

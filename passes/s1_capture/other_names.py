@@ -100,7 +100,8 @@ def _has_arguments_of(node: Node, call: Node) -> bool:
 def moved_dims(graph: Graph, node: Node) -> Node:
     """`movedim(x, 1, 0)` is a permutation of the dims."""
     source, *places = node.args
-    numbered = torch.empty([k + 1 for k in range(len(shape_of(source)))], device="meta")  # type: ignore[arg-type]
+    sizes = [k + 1 for k in range(len(shape_of(source)))]
+    numbered = torch.empty(sizes, dtype=torch.uint8, device="meta")  # type: ignore[arg-type]
     order = [int(k) - 1 for k in numbered.movedim(*places).shape]  # type: ignore[arg-type]
     return insert(graph, node, aten.permute.default, source, order)
 

@@ -184,7 +184,7 @@ def _run_part(instruction: RunPart, frame: StepFrame) -> None:
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):
-            found = UnchunkedSegment.apply(part, *given)
+            found = UnchunkedSegment.apply(part, frame.step.owned, *given)
         lies = map(frame.lies, part.outputs)
         found = tuple(v if how is None else Own.apply(how, v) for v, how in zip(found, lies, strict=True))
     frame.collected.clear()

@@ -212,11 +212,8 @@ class _Analysis:
             raise NotAStep("it reads what it writes")
         earlier = before(self.tree.body, self.loop) or []
         place = next((k for k, s in enumerate(earlier) if name in stores(s)), None)
-        if place is None or not isinstance(statement := earlier[place], ast.Assign):
-            raise NotAStep("what it writes is not made before it")
-        if len(statement.targets) != 1 or not isinstance(statement.targets[0], ast.Name):
-            raise NotAStep("what it writes has several names")
-        if not is_fresh(statement.value) or read(earlier[:place]):
+        made = None if place is None else _assigned(name, earlier[place])
+        if made is None or not is_fresh(made) or read(earlier[:place]):
             raise NotAStep("what it writes is not made for it, or is read before it")
 
     def _only_joined(self, name: str) -> None:
@@ -236,6 +233,19 @@ def is_join(node: ast.AST, name: str) -> bool:
     first, module = node.args[0], node.func.value
     is_torch = isinstance(module, ast.Name) and module.id == "torch" and node.func.attr in JOINS
     return is_torch and isinstance(first, ast.Name) and first.id == name
+
+
+def _assigned(name: str, statement: ast.stmt) -> ast.expr | None:
+    """What `name = value` or `name, other = value, another` assigns to one name, and to no other."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target, value = statement.targets[0], statement.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        pairs = list(zip(target.elts, value.elts, strict=True))
+    else:
+        pairs = [(target, value)]
+    found = [v for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
+    return found[0] if len(found) == 1 else None
 
 
 def _is_fresh(value: ast.expr) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import RestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._guards import CompileContext
@@ -16,9 +16,36 @@ from torch._guards import CompileContext
 from ..this_backend import MARK, is_ours
 from .rewriting import with_scans
 
-log = logging.getLogger(__name__)
-# Code whose loops Dynamo could not trace as scans, and the graph for which it was tried.
-_refused: set[tuple[CodeType, Any]] = set()
+
+@dataclass
+class _Trace:
+    """The graph that is being traced, how often Dynamo may begin anew.
+
+    Attributes:
+        number: Dynamo's of the graph.
+        refused: code whose loops could not be traced as scans.
+        unrolled: loops that are unrolled, and why.
+    """
+
+    number: Any = None
+    refused: set[CodeType] = field(default_factory=set)
+    unrolled: dict[str, None] = field(default_factory=dict)
+
+
+_last = _Trace()
+
+
+def _current() -> _Trace:
+    global _last
+    number = CompileContext.current_compile_id()
+    if _last.number != number:
+        _last = _Trace(number)
+    return _last
+
+
+def unrolled_loops() -> list[str]:
+    """Loops of the graph that is being traced which are no steps from row to row: file, line and reason."""
+    return list(_current().unrolled)
 
 
 def watch_calls() -> None:
@@ -39,10 +66,12 @@ def watch_calls() -> None:
             return original(parent, made, *args, **kwargs)
         except RestartAnalysis:
             raise
-        except TorchDynamoException as error:
-            code = func.get_code()
-            _refused.add((code, CompileContext.current_compile_id()))
-            log.info("the loops of %s are unrolled: %s", code.co_name, error)
+        except Exception as error:
+            code, trace = func.get_code(), _current()
+            trace.refused.add(code)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            place = f"{code.co_filename}:{code.co_firstlineno}"
+            trace.unrolled[f"{place}: it cannot be traced as a scan ({reason})"] = None
             parent.speculation_log.clear()
             raise RestartAnalysis(restart_reason="a loop is no scan") from error
 
@@ -58,14 +87,15 @@ def _with_scans(parent: Any, func: Any) -> Any:
     code, names = function.__code__, function.__globals__
     if (function.__module__ or "").split(".")[0] in ("torch", "streambp_fx"):
         return None
-    if (code, CompileContext.current_compile_id()) in _refused or not is_ours(parent.output.compiler_fn):
+    if not is_ours(parent.output.compiler_fn) or code in _current().refused:
         return None
     if {"range", "enumerate"} & names.keys() or names.get("torch", torch) is not torch:
         return None
     changed = with_scans(code)
-    if changed is None:
+    _current().unrolled.update(dict.fromkeys(changed.unrolled))
+    if changed.code is None:
         return None
-    made = FunctionType(changed, names, function.__name__, function.__defaults__, function.__closure__)
+    made = FunctionType(changed.code, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
     return func.clone(fn=made)

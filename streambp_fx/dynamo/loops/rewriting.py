@@ -4,40 +4,53 @@ from __future__ import annotations
 
 import ast
 import functools
-import logging
 from collections.abc import Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import scanning
 from .analysis import Loop, NotAStep, is_join, loops_of, step_of
 from .source import source_of
 
-log = logging.getLogger(__name__)
 PREFIX = "_streambp_"
 _MODULE = f"{PREFIX}scanning"
 
 
+class Rewritten(NamedTuple):
+    """What became of the loops of a function.
+
+    Attributes:
+        code: that does the same, with loops as calls of `scan` where they fit; None if none may fit.
+        unrolled: the other loops, and why: lines of text.
+    """
+
+    code: CodeType | None
+    unrolled: tuple[str, ...] = ()
+
+
 @functools.lru_cache(maxsize=4096)
-def with_scans(code: CodeType) -> CodeType | None:
-    """Code that does the same, with loops as calls of `scan` where they fit; None if it has no such loop."""
+def with_scans(code: CodeType) -> Rewritten:
+    """The loops of a function as calls of `scan`."""
     if not {"range", "unbind"} & set(code.co_names):
-        return None
+        return Rewritten(None)
     source = source_of(code)
     if source is None:
-        log.info("%s: the loops of %s are unrolled: its source is not known", code.co_filename, code.co_name)
-        return None
-    tree, found = source.function, []
+        return Rewritten(None, (f"{_place(code, code.co_firstlineno)}: the source is not known",))
+    tree, found, unrolled = source.function, [], []
     for k, node in enumerate(loops_of(tree)):
         try:
             found.append(step_of(tree, node, f"{PREFIX}{k}_"))
         except NotAStep as error:
-            log.info("%s:%d: the loop is unrolled: %s", code.co_filename, node.lineno, error)
+            unrolled.append(f"{_place(code, node.lineno)}: {error}")
     found = [x for x in found if not any(x is not y and _is_within(x.node, y.node) for y in found)]
     if not found:
-        return None
+        return Rewritten(None, tuple(unrolled))
     _Changed({id(x.node): (k, x) for k, x in enumerate(found)}).visit(tree)
-    return source.compiled()
+    return Rewritten(source.compiled(), tuple(unrolled))
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{code.co_filename}:{line}"
 
 
 def _is_within(inner: ast.For, outer: ast.For) -> bool:

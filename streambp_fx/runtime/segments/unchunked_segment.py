@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,19 +11,24 @@ from torch.fx import GraphModule
 
 from ...passes.graph.subgraph import Subgraph
 from .failures import refuse_other_backwards
-from .owned_buffers import as_it_is
+from .owned_buffers import OwnedBuffers, as_it_is
 
 
 class UnchunkedSegment(torch.autograd.Function):
     """Runs a subgraph without a graph; runs it again with one in backward.
 
-    Inputs after `part` are all inputs of its module, tensors or not.
+    Inputs after `part` and `owned` are all inputs of its module, tensors or not.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Subgraph, *inputs: Any) -> tuple[Tensor, ...]:
-        """Outputs of the part, run without a graph; those in `part.frozen` have no gradient."""
+    def forward(ctx: Any, part: Subgraph, owned: OwnedBuffers, *inputs: Any) -> tuple[Tensor, ...]:
+        """Outputs of the part, run without a graph; those in `part.frozen` have no gradient.
+
+        Args:
+            owned: where gradients are noted that nobody else holds, see NOTE [reusing gradient buffers].
+        """
         UnchunkedSegment.remember(ctx, part.module, part.random, inputs)
+        ctx.owned = None if part.has_own_gradients else owned
         outputs = list(part.module(*inputs))
         for position in part.returned:
             outputs[position] = _by_itself(outputs, position, inputs)
@@ -34,7 +40,7 @@ class UnchunkedSegment(torch.autograd.Function):
     @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Gradients of the inputs; the part is run again for them."""
-        return (None, *UnchunkedSegment.pull_back(ctx, 1, gradients))
+        return (None, None, *UnchunkedSegment.pull_back(ctx, 2, gradients))
 
     @staticmethod
     def remember(ctx: Any, module: GraphModule, random: bool, inputs: tuple[Any, ...]) -> None:
@@ -44,6 +50,8 @@ class UnchunkedSegment(torch.autograd.Function):
         ctx.cuda_state = torch.cuda.get_rng_state_all() if random and torch.cuda.is_available() else None
         ctx.positions = [k for k, v in enumerate(inputs) if isinstance(v, Tensor)]
         ctx.others = [None if isinstance(v, Tensor) else v for v in inputs]
+        ctx.made = [isinstance(v, Tensor) and not v.is_leaf for v in inputs]
+        ctx.owned = None
         ctx.save_for_backward(*(as_it_is(inputs[k]) for k in ctx.positions))
 
     @staticmethod
@@ -68,6 +76,10 @@ class UnchunkedSegment(torch.autograd.Function):
         result: list[Tensor | None] = [None] * len(inputs)
         for position, gradient in zip(wanted, found, strict=True):
             result[position] = gradient
+        others = (*result, *gradients, *inputs)
+        for gradient in (g for g, made in zip(result, ctx.made, strict=True) if made and g is not None):
+            if ctx.owned is not None and _is_alone(gradient, others):
+                ctx.owned.add(gradient)
         return result
 
 
@@ -77,6 +89,13 @@ def _by_itself(outputs: list[Tensor], position: int, inputs: tuple[Any, ...]) ->
     others = [v for k, v in enumerate((*outputs, *inputs)) if k != position and isinstance(v, Tensor)]
     storage = value.untyped_storage()._cdata
     return value.clone() if any(v.untyped_storage()._cdata == storage for v in others) else value
+
+
+def _is_alone(tensor: Tensor, among: Iterable[Any]) -> bool:
+    """True if a tensor shares its memory with no other of these."""
+    memory = tensor.untyped_storage()._cdata
+    others = (x for x in among if isinstance(x, Tensor) and x is not tensor)
+    return all(x.untyped_storage()._cdata != memory for x in others)
 
 
 def _differentiate(ctx: Any, inputs: list, wanted: list[int], gradients: tuple) -> tuple:

@@ -31,9 +31,9 @@ class Remembers(nn.Module):
 class Layer(nn.Module):
     """A recurrence in a method of its own, as models have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.gate, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.value = nn.Linear(width, width), nn.Linear(width, width)
 
     def run(self, gate: Tensor, value: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if state is None:
@@ -91,8 +91,7 @@ def two_states_in_a_tuple(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 @block()
 def slices_that_are_joined(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    h = torch.zeros(x.shape[0], 1, WIDTH, dtype=x.dtype)
-    made = []
+    h, made = torch.zeros(x.shape[0], 1, WIDTH, dtype=x.dtype), []
     for t in range(x.shape[1]):
         h = torch.tanh(m.lin(x[:, t : t + 1]) + h * 0.5)
         made.append(h)
