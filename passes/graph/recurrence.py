@@ -112,13 +112,14 @@ _AUTOGRAD_KEYS.append(torch._C.DispatchKey.ADInplaceOrView)
 
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
 _LIBRARY.define("recurrence(str name, Tensor?[] operands, float[] settings, ScalarType? cast) -> Tensor")
+_LIBRARY.define("recurrence_last(str name, Tensor?[] operands, float[] settings, ScalarType? cast) -> Tensor")
 _LIBRARY.define(
     "recurrence_step(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor state) "
     "-> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "recurrence_vjp(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor? state, "
-    "Tensor gradient, Tensor? last_gradient, bool[] wanted) -> Tensor[]"
+    "Tensor? gradient, Tensor? last_gradient, bool[] wanted) -> Tensor[]"
 )
 _LIBRARY.define(
     "recurrence_kept(str name, Tensor?[] operands, float[] settings, ScalarType? cast, Tensor state, "
@@ -129,6 +130,7 @@ _LIBRARY.define(
     "Tensor gradient, Tensor last_gradient, bool[] wanted, Tensor kept) -> Tensor[]"
 )
 RECURRENCE = torch.ops.streambp_fx.recurrence.default
+RECURRENCE_LAST = torch.ops.streambp_fx.recurrence_last.default
 RECURRENCE_STEP = torch.ops.streambp_fx.recurrence_step.default
 RECURRENCE_VJP = torch.ops.streambp_fx.recurrence_vjp.default
 RECURRENCE_KEPT = torch.ops.streambp_fx.recurrence_kept.default
@@ -140,6 +142,14 @@ def _whole(
 ) -> Tensor:
     with torch.no_grad():
         return _call(name, operands, settings, cast, None)[0].contiguous()
+
+
+def _last(
+    name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
+) -> Tensor:
+    """The state after all rows."""
+    with torch.no_grad():
+        return _call(name, operands, settings, cast, None)[1].clone(memory_format=torch.contiguous_format)
 
 
 def _call(
@@ -182,7 +192,7 @@ def _vjp(
     settings: Sequence[float],
     cast: torch.dtype | None,
     state: Tensor | None,
-    gradient: Tensor,
+    gradient: Tensor | None,
     last_gradient: Tensor | None,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
@@ -196,8 +206,10 @@ def _vjp(
     asked = [x for x in (*leaves, before) if x is not None and x.requires_grad]
     pairs = [(made, gradient), (last, last_gradient)]
     pairs = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
-    results, gradients = zip(*pairs, strict=True)
-    found = torch.autograd.grad(results, asked, gradients, allow_unused=True)
+    results, gradients = zip(*pairs, strict=True) if pairs else ((), ())
+    found = (
+        torch.autograd.grad(results, asked, gradients, allow_unused=True) if pairs else [None] * len(asked)
+    )
     return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(asked, found, strict=True)]
 
 
@@ -266,6 +278,15 @@ def _fake_whole(
     return like.new_empty(known.sizes_of(operands), dtype=known.dtypes(operands, settings, cast)[0])
 
 
+def _fake_last(
+    name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
+) -> Tensor:
+    known = RECURRENCES[name]
+    like = operands[known.like]
+    assert like is not None
+    return like.new_empty(known.state_sizes_of(operands), dtype=known.dtypes(operands, settings, cast)[1])
+
+
 def _fake_step(
     name: str,
     operands: Sequence[Tensor | None],
@@ -284,7 +305,7 @@ def _fake_vjp(
     settings: Sequence[float],
     cast: torch.dtype | None,
     state: Tensor | None,
-    gradient: Tensor,
+    gradient: Tensor | None,
     last_gradient: Tensor | None,
     wanted: Sequence[bool],
 ) -> list[Tensor]:
@@ -310,29 +331,35 @@ def _fake_kept_vjp(*given: Any) -> list[Tensor]:
 
 
 class _Whole(torch.autograd.Function):
-    """The derivative of the op, where a graph is not streamed."""
+    """The derivative of the op, or of `recurrence_last`, where a graph is not streamed."""
 
     @staticmethod
     def forward(
-        ctx: Any, name: str, settings: Sequence[float], cast: torch.dtype | None, *operands: Tensor | None
+        ctx: Any,
+        op: Any,
+        name: str,
+        settings: Sequence[float],
+        cast: torch.dtype | None,
+        *operands: Tensor | None,
     ) -> Tensor:
-        ctx.known = name, settings, cast
+        ctx.known = op, name, settings, cast
         ctx.save_for_backward(*operands)
         with torch._C._AutoDispatchBelowAutograd():
-            return RECURRENCE(name, operands, settings, cast)
+            return op(name, operands, settings, cast)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        operands, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[3:])
-        name, settings, cast = ctx.known
-        found = iter(RECURRENCE_VJP(name, operands, settings, cast, None, gradient, None, wanted))
-        return None, None, None, *(next(found) if w else None for w in wanted)
+        operands, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[4:])
+        op, name, settings, cast = ctx.known
+        gradients = (gradient, None) if op is RECURRENCE else (None, gradient)
+        found = iter(RECURRENCE_VJP(name, operands, settings, cast, None, *gradients, wanted))
+        return None, None, None, None, *(next(found) if w else None for w in wanted)
 
 
 def _autograd(
-    name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
+    op: Any, name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
 ) -> Tensor:
-    return _Whole.apply(name, settings, cast, *operands)
+    return _Whole.apply(op, name, settings, cast, *operands)
 
 
 #: What the ops do, by op.
@@ -344,12 +371,15 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     RECURRENCE_KEPT_VJP: _kept_vjp,
 }
 _LIBRARY.impl("recurrence", _whole, "CompositeExplicitAutograd")
-_LIBRARY.impl("recurrence", _autograd, "Autograd")
+_LIBRARY.impl("recurrence", functools.partial(_autograd, RECURRENCE), "Autograd")
+_LIBRARY.impl("recurrence_last", _last, "CompositeExplicitAutograd")
+_LIBRARY.impl("recurrence_last", functools.partial(_autograd, RECURRENCE_LAST), "Autograd")
 _LIBRARY.impl("recurrence_step", _step, "CompositeExplicitAutograd")
 _LIBRARY.impl("recurrence_vjp", _vjp, "CompositeExplicitAutograd")
 _LIBRARY.impl("recurrence_kept", _step_kept, "CompositeExplicitAutograd")
 _LIBRARY.impl("recurrence_kept_vjp", _kept_vjp, "CompositeExplicitAutograd")
 torch.library.register_fake("streambp_fx::recurrence", _fake_whole, lib=_LIBRARY)
+torch.library.register_fake("streambp_fx::recurrence_last", _fake_last, lib=_LIBRARY)
 torch.library.register_fake("streambp_fx::recurrence_step", _fake_step, lib=_LIBRARY)
 torch.library.register_fake("streambp_fx::recurrence_vjp", _fake_vjp, lib=_LIBRARY)
 torch.library.register_fake("streambp_fx::recurrence_kept", _fake_kept, lib=_LIBRARY)

@@ -7,12 +7,32 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from ..graph.recurrence import RECURRENCE_LAST
 from .block_tables import without_tables
 from .flex_attention import FLEX, replaced_attention
 from .loops.scans import SCAN, replaced_scan
 
+
+def without_last(graph: Graph, node: Node) -> list[Node]:
+    """Remove the last state of a recurrence, with the views of it, if nobody reads it."""
+    pending, found = [node], list[Node]()
+    while pending:
+        one = pending.pop()
+        if one is not node and (one.op != "call_method" or one.target not in ("narrow", "view")):
+            return []
+        found.append(one)
+        pending += one.users
+    for one in sorted(found, reverse=True):
+        graph.erase_node(one)
+    return []
+
+
 #: By op: replaces a call of it in a graph, and returns nodes that nobody reads any more.
-REPLACED: dict[Any, Callable[[Graph, Node], list[Node]]] = {FLEX: replaced_attention, SCAN: replaced_scan}
+REPLACED: dict[Any, Callable[[Graph, Node], list[Node]]] = {
+    FLEX: replaced_attention,
+    SCAN: replaced_scan,
+    RECURRENCE_LAST: without_last,
+}
 
 
 def without_higher_order_ops(module: GraphModule) -> GraphModule:

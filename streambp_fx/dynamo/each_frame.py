@@ -36,7 +36,7 @@ def watch_frames(around: Around) -> None:
         if trace_rules.check(frame.f_code) or not is_ours(self):
             return original(self, frame, *state)
         limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-        with torch._dynamo.config.patch(recompile_limit=limit):
+        with torch._dynamo.config.patch(recompile_limit=limit, allow_rnn=True):
             found = around(frame, functools.partial(original, self, frame, *state))
         if found.guarded_code is None:
             warn_of_mode(self)

@@ -99,12 +99,12 @@ class LoopBody:
     ) -> tuple[Tensor, Tensor]:
         """The loop over the rows that are given, (T, ...), as `Recurrence.step`."""
         rows, begin, rest = self.split(operands)
-        carried = begin if state is None else _unpacked(state, begin)
+        carried = begin if state is None else unpacked(state, begin)
         made = []
         for row in zip(*(x.unbind(0) for x in rows), strict=True):
             carried, results = self.call(carried, row, rest)
             made.append(self.joined(results))
-        return torch.stack(made), _packed(carried)
+        return torch.stack(made), packed(carried)
 
     def sizes(self, operands: Sequence[Any]) -> list[Any]:
         """Those of what the op makes."""
@@ -115,7 +115,7 @@ class LoopBody:
         return [1 + sum(x.numel() for x in self.split(operands)[1])]
 
 
-def _packed(carried: Sequence[Tensor]) -> Tensor:
+def packed(carried: Sequence[Tensor]) -> Tensor:
     """NOTE [the state of a loop]: one dim, of a 1 and all entries of the carried values.
 
     Before the first chunk a state is zeros. So its first entry says whether the loop has begun; until then
@@ -125,7 +125,8 @@ def _packed(carried: Sequence[Tensor]) -> Tensor:
     return torch.cat([carried[0].new_ones(1, dtype=dtype), *(x.reshape(-1).to(dtype) for x in carried)])
 
 
-def _unpacked(state: Tensor, begin: Sequence[Tensor]) -> list[Tensor]:
+def unpacked(state: Tensor, begin: Sequence[Tensor]) -> list[Tensor]:
+    """The carried values in a state, in the shapes and dtypes of `begin`; that, where nothing has begun."""
     has_begun, *entries = state.split([1, *(x.numel() for x in begin)])
     pairs = zip(entries, begin, strict=True)
     return [torch.where(has_begun != 0, e.view(b.shape).to(b.dtype), b) for e, b in pairs]

@@ -12,6 +12,6 @@ backend.
 
 from __future__ import annotations
 
-from .inlining import unrolled_loops, watch_calls
+from .inlining import stand_in, unrolled_loops, watch_calls
 
-__all__ = ["unrolled_loops", "watch_calls"]
+__all__ = ["stand_in", "unrolled_loops", "watch_calls"]

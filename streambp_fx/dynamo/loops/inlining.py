@@ -48,6 +48,15 @@ def unrolled_loops() -> list[str]:
     return list(_current().unrolled)
 
 
+# What is traced in the place of a function.
+_stand_ins: dict[Any, Any] = {}
+
+
+def stand_in(function: Any, other: Any) -> None:
+    """From now on, where `function` is inlined for this backend, another of the same parameters is traced."""
+    _stand_ins[function] = other
+
+
 def watch_calls() -> None:
     """From now on loops along rows in functions that are inlined for this backend are traced as scans.
 
@@ -59,6 +68,9 @@ def watch_calls() -> None:
 
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        other = _stand_ins.get(func.fn) if isinstance(func, UserFunctionVariable) else None
+        if other is not None and is_ours(parent.output.compiler_fn):
+            return original(parent, func.clone(fn=other), *args, **kwargs)
         made = _with_scans(parent, func)
         if made is None:
             return original(parent, func, *args, **kwargs)

@@ -10,6 +10,7 @@ small random numbers, whole and in parts with the state handed over, rows and gr
 
 from __future__ import annotations
 
+from . import rnn_layers  # noqa: F401
 from .declare import declare_recurrences
 
 __all__ = ["declare_recurrences"]

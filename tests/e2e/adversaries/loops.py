@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from e2e_adversary import STREAMED, WHATEVER, Cases
+from e2e_adversary import REFUSED, STREAMED, WHATEVER, Cases
 from e2e_subject import WIDTH, Subject
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
@@ -53,7 +53,10 @@ def parts() -> dict[str, Any]:
     return {
         "cell": nn.GRUCell(WIDTH, WIDTH), "long": nn.LSTMCell(WIDTH, WIDTH), "layer": Layer(),
         "first": nn.Parameter(torch.randn(WIDTH)), "remembers": Remembers(), "seen": torch.zeros(WIDTH),
-        "decay": nn.Parameter(torch.rand(WIDTH)),
+        "decay": nn.Parameter(torch.rand(WIDTH)), "lstm": nn.LSTM(WIDTH, WIDTH, 2, batch_first=True),
+        "gru": nn.GRU(WIDTH, WIDTH), "rnn": nn.RNN(WIDTH, WIDTH, nonlinearity="relu", bias=False),
+        "both": nn.GRU(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True),
+        "small": nn.LSTM(WIDTH, WIDTH + 4, proj_size=WIDTH, batch_first=True),
     }  # fmt: skip
 
 
@@ -240,7 +243,46 @@ def a_scan_of_pytorch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + scan(step, x.new_zeros(x.shape[0], WIDTH), (x, m.lin2(x).sigmoid()), dim=1)[1]
 
 
+@block()
+def layers_of_pytorch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.lstm(x)[0]
+
+
+@block()
+def layers_with_the_rows_first(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, _ = m.gru(x.transpose(0, 1))
+    return x + m.rnn(made)[0].transpose(0, 1)
+
+
+@block()
+def layers_with_a_trained_beginning(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    first = m.first.expand(2, x.shape[0], WIDTH).contiguous()
+    made, _ = m.lstm(x, (first, first.tanh()))
+    return x + made
+
+
 # ---- not steps, or not known to be
+
+
+@block(WHATEVER)
+def the_last_state_of_layers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, (h, c) = m.lstm(x)
+    return x + made + h[-1][:, None] + c.sum(0)[:, None].tanh()
+
+
+@block(WHATEVER)
+def the_last_state_alone(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.gru(x.transpose(0, 1))[1].transpose(0, 1)
+
+
+@block(f"{WHATEVER}|{REFUSED}")
+def layers_that_go_both_ways(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.both(x)[0]
+
+
+@block(f"{WHATEVER}|{REFUSED}")
+def layers_that_project(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.small(x)[0]
 
 
 @block(WHATEVER)
