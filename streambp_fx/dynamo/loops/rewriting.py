@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
-from . import scanning
 from .analysis import Loop, NotAStep, is_join, loops_of, step_of
 from .source import source_of
 
@@ -98,7 +97,7 @@ def _choice(number: int, loop: Loop) -> list[ast.stmt]:
         *(f"{w.name} = {_MODULE}.put({n}, {w.name}, {w.dim}, {w.keeps})" for n, w in loop.written.items()),
         *(f"{name} = ({n},)" for n, name in loop.appended.items()),
     ]
-    lines = [f"import {scanning.__name__} as {_MODULE}", *(f"{name} = _" for name in names)]
+    lines = [f"from {__package__} import scanning as {_MODULE}", *(f"{name} = _" for name in names)]
     lines += [f"if {_MODULE}.fits({names[0]}, {read}, {carried}, {outs}):"]
     lines += [*(f"    {line}" for line in scan), "else:", "    pass"]
     statements = ast.parse("\n".join(lines)).body

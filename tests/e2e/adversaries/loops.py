@@ -240,7 +240,8 @@ def a_scan_of_pytorch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
         after = torch.tanh(m.lin(row) + gate * carried)
         return after, after * 2
 
-    return x + scan(step, x.new_zeros(x.shape[0], WIDTH), (x, m.lin2(x).sigmoid()), dim=1)[1]
+    rows = x.transpose(0, 1), m.lin2(x).sigmoid().transpose(0, 1)
+    return x + scan(step, x.new_zeros(x.shape[0], WIDTH), rows)[1].transpose(0, 1)
 
 
 @block()
@@ -309,7 +310,8 @@ def a_scan_from_the_end(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
         after = torch.tanh(m.lin(row) + 0.5 * carried)
         return after, after * 2
 
-    return x + scan(step, x.new_zeros(x.shape[0], WIDTH), x, dim=1, reverse=True)[1]
+    made = scan(step, x.new_zeros(x.shape[0], WIDTH), x.transpose(0, 1), reverse=True)[1]
+    return x + made.transpose(0, 1)
 
 
 @block(WHATEVER)
