@@ -42,6 +42,7 @@ from .passes.graph.functionalization import NotPureError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
+from .passes.s1_capture.loops.scans import understood
 from .passes.s1_capture.sequence_length import find_lengths, where_read
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
@@ -126,7 +127,7 @@ trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
 watch_frames(in_the_words_of_the_model)
-watch_calls()
+watch_calls(understood)
 
 
 def compile_graph(

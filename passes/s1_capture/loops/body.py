@@ -188,13 +188,9 @@ def known_loop(body: LoopBody, operands: Sequence[Tensor]) -> str:
     Args:
         body: of the loop.
         operands: of the op, of any shape and dtype; only those are looked at.
-
-    Raises:
-        LoopNotUnderstood: the body does more than compute values.
     """
     key = repr((content_of(body.module), body.carried, body.by_rows, body.rest, body.last, body.shared))
     if key not in _names:
-        _refuse(body, operands)
         name = f"loop_{len(_names)}"
         dims = tuple(0 if k < body.by_rows else None for k in range(len(operands)))
         RECURRENCES[name] = Recurrence(
@@ -215,8 +211,12 @@ def known_loop(body: LoopBody, operands: Sequence[Tensor]) -> str:
 _names: dict[str, str] = {}
 
 
-def _refuse(body: LoopBody, operands: Sequence[Tensor]) -> None:
+def refuse_effects_of(body: LoopBody, operands: Sequence[Tensor]) -> None:
     """A body must compute values of what it is given, and nothing else.
+
+    Args:
+        body: of the loop.
+        operands: of the op, of any shape and dtype; only those are looked at.
 
     Raises:
         LoopNotUnderstood: it draws random numbers, changes something, or calls parts of itself.
@@ -225,8 +225,7 @@ def _refuse(body: LoopBody, operands: Sequence[Tensor]) -> None:
         raise LoopNotUnderstood("holds tensors or graphs of its own")
     try:
         with _disable_current_modes(), FakeTensorMode():
-            few = [torch.empty(_few(x), dtype=x.dtype, device=x.device) for x in operands]
-            rows, begin, rest = body.split(few)
+            rows, begin, rest = body.split(_few_of(operands))
             run: Callable[..., Any] = Retrace(body.module).run
             graph = trace(run, *begin, *(x[0] for x in rows), *rest, pre_dispatch=True)
         refuse_effects(graph)
@@ -243,6 +242,25 @@ def _draws(node: Node) -> bool:
     return node.op == "call_function" and is_random(node)
 
 
-def _few(operand: Tensor) -> tuple[int, ...]:
-    """Its sizes, with 2 in place of symbols."""
-    return tuple(2 if isinstance(s, torch.SymInt) else int(s) for s in operand.shape)
+def reached(body: LoopBody, operands: Sequence[Tensor]) -> list[bool]:
+    """Which operands have a gradient if all results have one.
+
+    Args:
+        body: of the loop.
+        operands: of the op, of any shape and dtype; only those are looked at.
+    """
+    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
+        few = [x.requires_grad_(x.is_floating_point()) for x in _few_of(operands)]
+        made, last = body.step(few, (), None)
+        asked = [x for x in few if x.requires_grad]
+        ends = [x for x in (made, last) if x.requires_grad]
+        ones = [torch.ones_like(x) for x in ends]
+        found = torch.autograd.grad(ends, asked, ones, allow_unused=True) if ends else [None] * len(asked)
+    has = {id(x) for x, g in zip(asked, found, strict=True) if g is not None}
+    return [id(x) in has for x in few]
+
+
+def _few_of(operands: Sequence[Tensor]) -> list[Tensor]:
+    """Operands of the same kinds, with 2 in place of sizes that are symbols, and 2 rows."""
+    sizes = ([2 if isinstance(s, torch.SymInt) else int(s) for s in x.shape] for x in operands)
+    return [torch.empty(s, dtype=x.dtype, device=x.device) for s, x in zip(sizes, operands, strict=True)]

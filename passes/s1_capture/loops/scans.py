@@ -20,7 +20,16 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from ...graph.autograd_functions import Retrace
 from ...graph.facts import expression
 from ...graph.recurrence import RECURRENCE
-from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, shared_dims
+from .body import (
+    LoopBody,
+    LoopNotUnderstood,
+    Size,
+    known_loop,
+    plain_body,
+    reached,
+    refuse_effects_of,
+    shared_dims,
+)
 
 log = logging.getLogger(__name__)
 SCAN = getattr(torch.ops.higher_order, "scan", None)
@@ -91,6 +100,33 @@ def _recurrence(
     """
     if not isinstance(rows[0].shape[0], torch.SymInt):
         raise LoopNotUnderstood("goes over a number of rows that is always the same")
+    body, operands, results = understood(module, begin, rows, rest, last)
+    name, device = known_loop(body, operands), rows[0].device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    # where eager has no gradient, there is none
+    operands = [
+        x if known else x.detach() for x, known in zip(operands, reached(body, operands), strict=True)
+    ]
+    made = _apart(RECURRENCE(name, operands, [], cast), results, body.shared)
+    own, carried = made[: len(made) - len(last)], dict(zip(last, made[len(made) - len(last) :], strict=True))
+    return [*(carried[k].select(0, -1) if k in carried else None for k in range(len(begin))), *own]
+
+
+def understood(
+    module: GraphModule,
+    begin: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    rest: Sequence[Any],
+    last: tuple[int, ...] = (),
+) -> tuple[LoopBody, list[Tensor], list[Tensor]]:
+    """A loop as a step with a state: its body, the operands of the op, and the results of one row.
+
+    Args:
+        module, begin, rows, rest, last: as `scan` takes them; shapes and dtypes alone are looked at.
+
+    Raises:
+        LoopNotUnderstood: it is none.
+    """
     operands = [*rows, *begin, *(x for x in rest if isinstance(x, Tensor))]
     module = plain_body(module, {x.device for x in operands})
     kinds = tuple(None if isinstance(x, Tensor) else _number(x, operands, len(rows)) for x in rest)
@@ -102,11 +138,8 @@ def _recurrence(
     if not all(x.is_floating_point() for x in (*results, *begin)):
         raise LoopNotUnderstood("carries or makes values that are no floating-point numbers")
     body = dataclasses.replace(body, shared=shared_dims(results))
-    name, device = known_loop(body, operands), rows[0].device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    made = _apart(RECURRENCE(name, operands, [], cast), results, body.shared)
-    own, carried = made[: len(made) - len(last)], dict(zip(last, made[len(made) - len(last) :], strict=True))
-    return [*(carried[k].select(0, -1) if k in carried else None for k in range(len(begin))), *own]
+    refuse_effects_of(body, operands)
+    return body, operands, results
 
 
 def _number(value: Any, operands: Sequence[Tensor], by_rows: int) -> Size | int | float:

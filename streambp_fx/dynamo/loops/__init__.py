@@ -8,6 +8,11 @@ are assigned, where the loop's variable occurs, what becomes of the results. The
 compiles to the code that runs. What is not understood, or what Dynamo cannot trace as a `scan`, is unrolled
 as before. The functions themselves are not changed: Dynamo is given other code when it inlines one for this
 backend.
+
+Nobody's loops are read but those of transformers. What a body asks of a value besides its numbers (which
+object it is, its strides, whether it has a gradient) may have another answer for the first row, and the
+source does not show what the functions do that it calls. An adversary found a dozen such loops. Until a scan
+is compared with the loop that it stands for, other people's code is left alone.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .names import before, leaves, names_in, read_behind, read_first, stores
+from .names import around, before, leaves, loads, names_in, read_behind, read_first, stores
 from .places import Place, Row, header_of, is_all, place_of, root
 
-# What makes a tensor that nobody else knows of.
+# Functions of `torch` that make a tensor that nobody else knows of.
 NEW = {"zeros", "ones", "empty", "full"}
-FRESH = {*NEW, *(f"{n}_like" for n in NEW), *(f"new_{n}" for n in NEW)}
+FRESH = {*NEW, *(f"{n}_like" for n in NEW)}
+# Names that have to mean what they always do.
+OWN = {"range", "enumerate", "torch"}
 JOINS = {"stack", "cat", "concat"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
            ast.DictComp, ast.GeneratorExp)  # fmt: skip
@@ -108,6 +110,7 @@ class _Analysis:
             self.rows[name] = self._unchanged(row)
         body = [self._statement(s) for s in self.loop.body]
         self._refuse_scopes()
+        self._refuse_changes()
         later = read_behind(self.tree.body, self.loop)
         if later & self.targets or any(n.id == self.header.index for n in names_in(body)):
             raise NotAStep("it reads the number of the row other than to take a row")
@@ -135,7 +138,13 @@ class _Analysis:
                 raise NotAStep(f"it has a statement of the kind {type(node).__name__}")
         if self.stored & self.targets:
             raise NotAStep("it assigns the loop's variable")
-        if _MIRRORS & {n.id for n in names_in(self.tree.body)} or {"range", "enumerate"} & stores(self.tree):
+        if not all(isinstance(s, (ast.If, ast.For, ast.While)) for s in around(self.tree.body, self.loop)):
+            raise NotAStep("it stands in a statement that may catch an error or end something")
+        if any(isinstance(n, ast.Compare) and _is_identity(n) for s in self.loop.body for n in ast.walk(s)):
+            raise NotAStep("it asks which object a value is")
+        if {"super", "next"} & {n.id for n in names_in(self.loop.body)}:
+            raise NotAStep("it calls super(), or takes the next of something")
+        if _MIRRORS & {n.id for n in names_in(self.tree.body)} or OWN & _assigned_names(self.tree):
             raise NotAStep("the function looks at its own variables, or has a range of its own")
 
     def _refuse_scopes(self) -> None:
@@ -145,7 +154,21 @@ class _Analysis:
         if own & {n.id for n in names_in(scopes)}:
             raise NotAStep("a function or a comprehension elsewhere reads what it assigns")
 
+    def _refuse_changes(self) -> None:
+        """What the loop reads, carries or makes must not be changed in place elsewhere: entries of a list are
+        the values themselves, or views of what is read."""
+        own = self.stored | set(self.rows) | {n for r in self.rows.values() if (n := root(r.tensor))}
+        inner = {id(n) for n in ast.walk(self.loop)}
+        for node in (n for n in ast.walk(self.tree) if id(n) not in inner):
+            changed: ast.expr | None = node.target if isinstance(node, ast.AugAssign) else None
+            if isinstance(node, ast.Attribute) and node.attr.endswith("_"):
+                changed = node.value
+            if changed is not None and own & {n.id for n in names_in([changed])}:
+                raise NotAStep("what it reads or makes is changed in place elsewhere")
+
     def _unchanged(self, row: Row) -> Row:
+        if not isinstance(row.tensor, ast.Name):
+            raise NotAStep("it takes rows of something other than a variable")
         if root(row.tensor) in self.stored:
             raise NotAStep("it takes rows of what it assigns")
         return row
@@ -208,7 +231,7 @@ class _Analysis:
             raise NotAStep("it writes or appends only sometimes")
         facts = {id(n) for n in _read_for_facts(self.tree)}
         read = lambda body: [n for n in names_in(body) if n.id == name and id(n) not in facts]  # noqa: E731
-        if len(read(self.loop.body)) != 1:
+        if len(read(self.loop.body)) != 1 or name in loads(self.loop.iter):
             raise NotAStep("it reads what it writes")
         earlier = before(self.tree.body, self.loop) or []
         place = next((k for k, s in enumerate(earlier) if name in stores(s)), None)
@@ -230,6 +253,8 @@ def is_join(node: ast.AST, name: str) -> bool:
     """True for `torch.stack(name, ...)` and `torch.cat(name, ...)`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
         return False
+    if len(node.args) + len(node.keywords) > 2 or any(k.arg != "dim" for k in node.keywords):
+        return False
     first, module = node.args[0], node.func.value
     is_torch = isinstance(module, ast.Name) and module.id == "torch" and node.func.attr in JOINS
     return is_torch and isinstance(first, ast.Name) and first.id == name
@@ -249,12 +274,23 @@ def _assigned(name: str, statement: ast.stmt) -> ast.expr | None:
 
 
 def _is_fresh(value: ast.expr) -> bool:
-    """True for `torch.zeros(...)`, `x.new_zeros(...)` and their like."""
+    """True for `torch.zeros(...)`, `torch.zeros_like(...)` and their like."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return False
-    name, of = value.func.attr, root(value.func.value)
-    ours = of is not None if name.startswith("new_") else of == "torch"
-    return name in FRESH and ours and not any(k.arg in ("out", None) for k in value.keywords)
+    is_torch = isinstance(value.func.value, ast.Name) and value.func.value.id == "torch"
+    return is_torch and value.func.attr in FRESH and all(k.arg in ("dtype", "device") for k in value.keywords)
+
+
+def _is_identity(node: ast.Compare) -> bool:
+    """True for `is` and `is not`, but with None."""
+    by_identity = any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
+    operands = (node.left, *node.comparators)
+    return by_identity and not any(isinstance(x, ast.Constant) and x.value is None for x in operands)
+
+
+def _assigned_names(tree: ast.FunctionDef) -> set[str]:
+    parameters = {a.arg for a in ast.walk(tree.args) if isinstance(a, ast.arg)}
+    return stores(tree) | parameters
 
 
 def _read_for_facts(tree: ast.AST) -> Iterator[ast.expr]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -48,6 +49,9 @@ def unrolled_loops() -> list[str]:
     return list(_current().unrolled)
 
 
+# Whose loops are read, see NOTE [loops along the sequence].
+LIBRARIES = {"transformers"}
+SCAN = getattr(torch.ops.higher_order, "scan", None)
 # What is traced in the place of a function.
 _stand_ins: dict[Any, Any] = {}
 
@@ -57,10 +61,14 @@ def stand_in(function: Any, other: Any) -> None:
     _stand_ins[function] = other
 
 
-def watch_calls() -> None:
+def watch_calls(refuse: Callable[..., Any]) -> None:
     """From now on loops along rows in functions that are inlined for this backend are traced as scans.
 
     See NOTE [loops along the sequence]. Where Dynamo fails within one, it begins anew and unrolls it.
+
+    Args:
+        refuse: raises an error for a scan that is not to be: given the graph of its body, what is carried, by
+            rows, and for all rows.
     """
     original = InliningInstructionTranslator.inline_call
     if getattr(original, MARK, False):
@@ -75,7 +83,9 @@ def watch_calls() -> None:
         if made is None:
             return original(parent, func, *args, **kwargs)
         try:
-            return original(parent, made, *args, **kwargs)
+            found = original(parent, made, *args, **kwargs)
+            _check(parent.output, refuse)
+            return found
         except RestartAnalysis:
             raise
         except Exception as error:
@@ -91,13 +101,24 @@ def watch_calls() -> None:
     InliningInstructionTranslator.inline_call = classmethod(inline_call)  # type: ignore[assignment, method-assign]
 
 
+def _check(output: Any, refuse: Callable[..., Any]) -> None:
+    """Look at the scans that were traced."""
+    for node in output.graph.nodes:
+        if node.target is SCAN and not node.meta.get(MARK):
+            node.meta[MARK] = True
+            body, *given = node.args
+            values = torch.fx.node.map_arg(given, lambda n: n.meta["example_value"])
+            refuse(output.nn_modules[body.target], *values)
+
+
 def _with_scans(parent: Any, func: Any) -> Any:
     """What Dynamo knows of a function, with other code; None if nothing changes."""
     if not isinstance(func, UserFunctionVariable) or type(func.fn) is not FunctionType:
         return None
     function = func.fn
     code, names = function.__code__, function.__globals__
-    if (function.__module__ or "").split(".")[0] in ("torch", "streambp_fx"):
+    library = (function.__module__ or "").split(".")[0]
+    if library in ("torch", "streambp_fx"):
         return None
     if not is_ours(parent.output.compiler_fn) or code in _current().refused:
         return None
@@ -106,6 +127,10 @@ def _with_scans(parent: Any, func: Any) -> Any:
     changed = with_scans(code)
     _current().unrolled.update(dict.fromkeys(changed.unrolled))
     if changed.code is None:
+        return None
+    if library not in LIBRARIES:
+        why = "only loops in the code of transformers are taken for steps"
+        _current().unrolled[f"{code.co_filename}:{code.co_firstlineno}: {why}"] = None
         return None
     made = FunctionType(changed.code, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__

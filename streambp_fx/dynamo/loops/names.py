@@ -99,15 +99,24 @@ def _behind(body: list[ast.stmt], loop: ast.stmt) -> list[list[ast.stmt]] | None
 
 
 def before(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt] | None:
-    """The statements that always run before a loop, the last one first, as far as the loop around it.
-
-    None if the loop is not in these statements.
-    """
+    """The statements before a loop in its own block, the last one first; None if the loop is in no block."""
     for k, statement in enumerate(body):
         if statement is loop:
             return body[:k][::-1]
         for block in _blocks(statement):
             found = before(block, loop)
             if found is not None:
-                return found if isinstance(statement, LOOPS) else [*found, *body[:k][::-1]]
+                return found
     return None
+
+
+def around(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
+    """The statements that a loop stands in, the inner ones first."""
+    for statement in body:
+        for block in _blocks(statement):
+            if loop in block:
+                return [statement]
+            found = around(block, loop)
+            if found:
+                return [*found, statement]
+    return []

@@ -11,6 +11,7 @@ from e2e_subject import WIDTH, Subject
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 CASES = Cases("loops")
 
@@ -138,7 +139,7 @@ def several_results(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     h = x.new_zeros(x.shape[0], WIDTH)
     norms = []
     out = torch.zeros_like(x)
-    sums = x.new_zeros(x.shape[0], x.shape[1])
+    sums = torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype)
     for t in range(x.shape[1]):
         h = torch.tanh(m.lin(x[:, t]) + 0.5 * h)
         out[:, t] = h
@@ -532,3 +533,146 @@ def another_dtype_after_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
         h = 0.5 * h + x[:, t]
         out[:, t] = h
     return x + out
+
+
+# ---- what an adversary found: other results without a word, in the first version
+
+
+@block(WHATEVER)
+def changed_after_it_was_written(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = m.lin(x[:, t]) + 0.5 * h
+        out[:, t] = h
+        h *= 0.5
+    return x + out
+
+
+@block(WHATEVER)
+def changed_by_an_activation(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = m.lin(x[:, t]) + 0.5 * h
+        out[:, t] = h
+        h = F.relu(h, inplace=True)
+    return x + out
+
+
+@block(WHATEVER)
+def is_it_the_first(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    zero = torch.zeros_like(x[:, 0])
+    h = zero
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t])) if h is zero else torch.tanh(m.lin(x[:, t]) + 0.5 * h) + 1
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def the_next_of_an_iterator(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    numbers = iter(range(1, 100))
+    h = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + h / next(numbers))
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def read_at_last(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = last = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    try:
+        for t in range(x.shape[1]):
+            last = torch.tanh(m.lin(x[:, t]))
+            h = 0.5 * h + last
+            out[:, t] = h
+    finally:
+        y = last
+    return x + out + y[:, None]
+
+
+def kept(box: list[Tensor], value: Tensor) -> bool:
+    box.append(value)
+    return True
+
+
+@block(WHATEVER)
+def written_where_it_is_kept(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    box: list[Tensor] = []
+    h = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    if kept(box, out):
+        for t in range(x.shape[1]):
+            h = torch.tanh(m.lin(x[:, t]) + 0.5 * h)
+            out[:, t] = h
+    return x + out + box[0] * 2
+
+
+@block(WHATEVER)
+def joined_along_an_axis(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    made = []
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + 0.5 * h)
+        made.append(h)
+    y = torch.stack(made, axis=1)  # type: ignore[call-overload]
+    return x + y.mean(0).mean(0) + 0.1 * y[0].mean(0)
+
+
+@block(WHATEVER)
+def entries_that_change_after_it(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y = x * 1.0
+    h = torch.zeros_like(x[:, 0])
+    made, out = [], torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + 0.5 * h)
+        made.append(y[:, t])
+        out[:, t] = h
+    y.mul_(2.0)
+    return x + out + torch.stack(made, 1)
+
+
+@block(WHATEVER)
+def a_last_state_that_changes_after_it(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    made = []
+    for t in range(x.shape[1]):
+        h = m.lin(x[:, t]) + 0.5 * h
+        made.append(h)
+    h.mul_(2)
+    return x + torch.stack(made, 1)
+
+
+@block(WHATEVER)
+def a_part_without_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + h * m.layer.gate(x[:, t]).detach())
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def all_without_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    out = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.layer.gate(x[:, t]) + h).detach()
+        out[:, t] = h
+    return x + out
+
+
+@block(WHATEVER)
+def a_region_that_is_checkpointed(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h = torch.zeros_like(x[:, 0])
+    made = []
+    for t in range(x.shape[1]):
+        h = checkpoint(m.cell, x[:, t], h, use_reentrant=False)
+        made.append(h)
+    return x + torch.stack(made, 1)

@@ -21,6 +21,7 @@ from transformers.models.rwkv import modeling_rwkv
 
 import streambp_fx
 from benchmarks.families.configs import build
+from streambp_fx.dynamo.loops import inlining
 from streambp_fx.measure.in_float64 import true_double
 from streambp_fx.passes.graph.recurrence import RECURRENCE
 from streambp_fx.transform import schedules
@@ -73,6 +74,11 @@ def test_rwkv(rwkv_in_float64: types.ModuleType) -> None:
     assert recurrences_of(streamed) >= 2
 
 
+@pytest.fixture
+def reads_these_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inlining, "LIBRARIES", {__name__, "adversaries"})
+
+
 class Model(nn.Module):
     """A small causal LM of such layers."""
 
@@ -93,6 +99,7 @@ class Model(nn.Module):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
+@pytest.mark.usefixtures("reads_these_loops")
 @pytest.mark.parametrize("chunk", sample([512, 999], 512))
 def test_the_peak_is_predicted(chunk: int) -> None:
     torch.manual_seed(0)
@@ -105,6 +112,7 @@ def test_the_peak_is_predicted(chunk: int) -> None:
     assert len({sum(s.saved.values()) for s in planned.segments if s.mixings}) == 1
 
 
+@pytest.mark.usefixtures("reads_these_loops")
 def test_one_program_for_all_lengths() -> None:
     torch.manual_seed(0)
     eager = Model([Layer(), Layer()]).double()
@@ -122,6 +130,13 @@ class Numbered(Layer):
             state = gate[:, t] * state / (t + 1) + value[:, t]
             out[:, t] = state
         return out, state
+
+
+def test_nobody_elses_loops_are_read() -> None:
+    model = Model([Layer()])
+    streambp_fx.transform(model, chunk=16)
+    with pytest.warns(streambp_fx.StreamBPWarning, match=r"loops\.py:\d+: only loops in the code of tr"):
+        model(**plain(1, 9)).loss.backward()
 
 
 def test_a_loop_that_is_unrolled_is_named() -> None:
