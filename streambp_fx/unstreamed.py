@@ -116,7 +116,7 @@ def explain_unstreamed(module: GraphModule, lengths: Lengths) -> str:
     """
     why, loops = str(lengths.reason), unrolled_loops()
     if loops:
-        why += f". A loop over the rows fixes their number. These were unrolled: {'; '.join(loops)}"
+        why += f". A loop that is unrolled fixes how often it runs, and there are some: {'; '.join(loops)}"
     behind, read = goes_on_behind(), lengths_read(module)
     if any(size > 1 for size in read) or (behind is None and not read and _trains(module)):
         warn(f"the graph runs unstreamed: {why}")

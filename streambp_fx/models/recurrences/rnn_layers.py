@@ -18,7 +18,7 @@ from ...passes.graph.recurrence import RECURRENCE, RECURRENCE_LAST, RECURRENCES,
 from ...passes.s1_capture.loops.body import packed, unpacked
 from .interface import autocast_dtype
 
-REFUSED = "recurrent layers that go both ways, project their state, or drop values between one another"
+REFUSED = "recurrent layers that go both ways, project, drop values between one another, or take no batch"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "LSTM": torch.lstm,
     "GRU": torch.gru,

@@ -26,7 +26,7 @@ from streambp_fx.passes.graph.recurrence import RECURRENCE, RECURRENCES
 
 
 def names() -> set[str]:
-    return {name.split("#")[0].rsplit(".", 1)[1] for name in RECURRENCES}
+    return {name.split("#")[0].rsplit(".", 1)[-1] for name in RECURRENCES}
 
 
 @pytest.mark.parametrize(
