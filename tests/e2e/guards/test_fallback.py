@@ -149,10 +149,7 @@ def with_mixer(mixer: str, layer: int = 0, **over: Any) -> Any:
     return model
 
 
-OFTEN = (
-    "a mask that looks one row ahead",
-    "mystery op",
-)
+OFTEN = ("a mask that looks one row ahead",)
 
 
 @pytest.mark.parametrize("mixer", sample(MIXERS, *OFTEN))

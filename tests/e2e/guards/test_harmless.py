@@ -132,6 +132,7 @@ def test_save_pretrained(tmp_path: Path) -> None:
         assert again.state_dict()[name].equal(tensor), name
 
 
+@pytest.mark.slow
 def test_load_state_dict_into_a_transformed_model() -> None:
     with in_double(LLAMA):
         other, streamed = build("llama", seed=9), transform(LLAMA())

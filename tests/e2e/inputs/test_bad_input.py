@@ -209,6 +209,7 @@ def test_a_graph_break_runs_unstreamed_and_says_so() -> None:
     assert streambp_fx.schedule(model) is None
 
 
+@pytest.mark.slow
 def test_a_failed_capture_can_be_tried_again() -> None:
     """The user mends the model and trains on, without restoring anything."""
     model = broken("branches on data")

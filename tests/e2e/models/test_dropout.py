@@ -83,6 +83,7 @@ def test_gradient_of_the_loss_that_was_computed(case: str, masked: bool) -> None
     assert abs((up - down) / (2 * h) - slope) <= 1e-6 * abs(slope)
 
 
+@pytest.mark.slow
 def test_another_seed_between_forward_and_backward() -> None:
     """What the user draws after the forward pass does not change the masks of the backward pass."""
     factory = functools.partial(build_with, "gpt2")

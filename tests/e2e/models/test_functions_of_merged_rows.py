@@ -139,7 +139,7 @@ def test_rows_apart_are_streamed(way: Any) -> None:
     assert_all_chunked(streamed)
 
 
-@pytest.mark.parametrize("name", sample(ROWS_TOGETHER, "GradientOfTheRowBefore"))
+@pytest.mark.parametrize("name", sample(ROWS_TOGETHER))
 def test_rows_together_are_not(name: str) -> None:
     function, way, reason = ROWS_TOGETHER[name]
     with pytest.warns(streambp_fx.StreamBPWarning):

@@ -129,7 +129,6 @@ EACH = (*itertools.product(BIASES, (added, fused)), *itertools.product(("buckets
 CASES = [(name, way, shared) for name, way in dict.fromkeys(EACH) for shared in (False, True)]
 KEPT = (
     ("buckets", fused, True),
-    ("buckets", grouped, False),
     ("slopes", lowest, False),
     ("a network", added, True),
 )
