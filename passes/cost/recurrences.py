@@ -84,7 +84,7 @@ def inner_work(node: Node) -> Work:
 
 def _blocks(node: Node) -> tuple[int, ...]:
     """Numbers of rows that may be a block of a recurrence."""
-    return BLOCKS[:1] if RECURRENCES[node.args[0]].by_row else BLOCKS  # type: ignore[index]
+    return (BLOCKS[0] // 2,) if RECURRENCES[node.args[0]].by_row else BLOCKS  # type: ignore[index]
 
 
 def _work_of(node: Node, rows: sympy.Expr, number: int) -> Work:
@@ -181,11 +181,16 @@ def _without_memory(node: Node, rows: sympy.Expr, number: int) -> Any:
     """What the op is given for so many rows of one sample."""
 
     samples = [s for s in _shape(node) if not s.is_Integer and s != rows]
+    one: dict[Any, Any] = {}  # the symbols, if there is one sample
+    for several in samples:
+        if len(several.free_symbols) == 1 and several.is_polynomial():
+            (symbol,) = several.free_symbols
+            one[symbol] = next(iter(sympy.solve(several - 1, symbol)), sympy.S.One)
 
     def size(given: sympy.Expr) -> int:
         if given == rows or given in samples:
             return number if given == rows else 1
-        return int(given.xreplace(dict.fromkeys(given.free_symbols, sympy.S.One)))
+        return int(given.xreplace({**dict.fromkeys(given.free_symbols, sympy.S.One), **one}))
 
     def alike(value: Node) -> Tensor:
         shape = [size(expression(s)) for s in tensors_of(value)[0].shape]

@@ -37,7 +37,7 @@ def _may_have_effect(node: Node) -> bool:
     op = op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or op._schema.name in METADATA:
         return False
-    return not op._schema.returns or op.namespace not in ("aten", "prims")
+    return not op._schema.returns or op.namespace not in ("aten", "prims", "streambp_fx")
 
 
 def _is_tensor(node: Node) -> bool:

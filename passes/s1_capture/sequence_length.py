@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.facts import expression
+from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..graph.sources import source_name
 from ..graph.symbols import Lengths, values_of
 
@@ -49,6 +50,13 @@ def _sequence_first(node: Node) -> list[tuple[Any, int]]:
 def _by_rows(node: Node) -> list[tuple[Any, int]]:
     """What goes by rows into PyTorch's `scan`."""
     return [(value, 0) for value in node.args[2]]  # type: ignore[union-attr]
+
+
+def _recurrent(node: Node) -> list[tuple[Any, int]]:
+    """What goes by rows into a recurrence."""
+    name, operands = node.args[:2]
+    dims = RECURRENCES[name].dims  # type: ignore[index]
+    return [(x, dim) for x, dim in zip(operands, dims, strict=True) if dim is not None]  # type: ignore[arg-type]
 
 
 def _product(node: Node) -> list[tuple[Any, int]]:
@@ -87,7 +95,7 @@ ATTENTION = {
 PRODUCTS = {"matmul": _product, "bmm": _product, "einsum": _product}
 SCANS = {
     "cumsum": _along_dim, "cumprod": _along_dim, "logcumsumexp": _along_dim, "conv1d": _along_last,
-    "scan": _by_rows,
+    "scan": _by_rows, RECURRENCE.__name__: _recurrent,
 }  # fmt: skip
 
 

@@ -100,7 +100,8 @@ def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> tuple[Tensor, Any]:
         states = [zeros, zeros] if self.mode == "LSTM" else [zeros]
     else:
         states = list(hx) if self.mode == "LSTM" else [hx]
-    operands = [input, *states, *self._flat_weights]
+    # as they are now: a parametrisation, or whoever puts others in their place, goes past the flat list
+    operands = [input, *states, *(getattr(self, name) for name in self._flat_weights_names)]
     name = name_of(self.mode, self.bias, self.num_layers, self.batch_first, self.training, len(operands))
     cast = autocast_dtype(input.device.type)
     rows = RECURRENCE(name, operands, [], cast)

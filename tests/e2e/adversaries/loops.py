@@ -50,12 +50,20 @@ class Layer(nn.Module):
         return self.run(self.gate(x).sigmoid(), self.value(x))[0]
 
 
+def with_other_weights(layers: nn.GRU) -> nn.GRU:
+    """Put another parameter in the place of one, so that the layers do not hear of it."""
+    layers._parameters["weight_hh_l0"] = nn.Parameter(layers.weight_hh_l0.detach() * 2)
+    return layers
+
+
 def parts() -> dict[str, Any]:
     return {
         "cell": nn.GRUCell(WIDTH, WIDTH), "long": nn.LSTMCell(WIDTH, WIDTH), "layer": Layer(),
         "first": nn.Parameter(torch.randn(WIDTH)), "remembers": Remembers(), "seen": torch.zeros(WIDTH),
         "decay": nn.Parameter(torch.rand(WIDTH)), "lstm": nn.LSTM(WIDTH, WIDTH, 2, batch_first=True),
         "gru": nn.GRU(WIDTH, WIDTH), "rnn": nn.RNN(WIDTH, WIDTH, nonlinearity="relu", bias=False),
+        "turned": with_other_weights(nn.GRU(WIDTH, WIDTH, batch_first=True)),
+        "narrow": nn.GRU(4, 4, batch_first=True),
         "both": nn.GRU(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True),
         "small": nn.LSTM(WIDTH, WIDTH + 4, proj_size=WIDTH, batch_first=True),
     }  # fmt: skip
@@ -263,7 +271,30 @@ def layers_with_a_trained_beginning(m: Subject, x: Tensor, ids: Tensor) -> Tenso
     return x + made
 
 
+@block()
+def layers_with_weights_that_are_made(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    doubled = {"weight_hh_l0": m.gru.weight_hh_l0 * 2, "weight_ih_l0": m.gru.weight_ih_l0.tanh()}
+    return x + torch.func.functional_call(m.gru, doubled, (x.transpose(0, 1),))[0].transpose(0, 1)
+
+
+@block()
+def layers_with_other_weights(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + m.turned(x)[0]
+
+
+@block()
+def layers_over_heads(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y = x.view(*x.shape[:2], 3, 4).transpose(1, 2).flatten(0, 1)
+    return x + m.narrow(y)[0].view(x.shape[0], 3, -1, 4).transpose(1, 2).flatten(2)
+
+
 # ---- not steps, or not known to be
+
+
+@block(WHATEVER)
+def a_state_for_others(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    _, state = m.lstm(x)
+    return x + m.lstm(x.tanh(), state)[0]
 
 
 @block(WHATEVER)
