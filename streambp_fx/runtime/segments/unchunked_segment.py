@@ -93,8 +93,10 @@ def _by_itself(outputs: list[Tensor], position: int, inputs: tuple[Any, ...]) ->
 
 def _is_alone(tensor: Tensor, among: Iterable[Any]) -> bool:
     """True if a tensor shares its memory with no other of these."""
+    others = [x for x in among if isinstance(x, Tensor) and x is not tensor]
+    if any(x.layout is not torch.strided for x in (tensor, *others)):  # it has no memory of its own
+        return False
     memory = tensor.untyped_storage()._cdata
-    others = (x for x in among if isinstance(x, Tensor) and x is not tensor)
     return all(x.untyped_storage()._cdata != memory for x in others)
 
 
