@@ -206,10 +206,10 @@ def _vjp(
     asked = [x for x in (*leaves, before) if x is not None and x.requires_grad]
     pairs = [(made, gradient), (last, last_gradient)]
     pairs = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
-    results, gradients = zip(*pairs, strict=True) if pairs else ((), ())
-    found = (
-        torch.autograd.grad(results, asked, gradients, allow_unused=True) if pairs else [None] * len(asked)
-    )
+    if not pairs:
+        return [torch.zeros_like(x) for x in asked]
+    results, gradients = zip(*pairs, strict=True)
+    found = torch.autograd.grad(results, asked, gradients, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(asked, found, strict=True)]
 
 
@@ -273,18 +273,22 @@ def _fake_whole(
     name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
 ) -> Tensor:
     known = RECURRENCES[name]
-    like = operands[known.like]
-    assert like is not None
-    return like.new_empty(known.sizes_of(operands), dtype=known.dtypes(operands, settings, cast)[0])
+    return _empty(known, operands, known.sizes_of(operands), known.dtypes(operands, settings, cast)[0])
 
 
 def _fake_last(
     name: str, operands: Sequence[Tensor | None], settings: Sequence[float], cast: torch.dtype | None
 ) -> Tensor:
     known = RECURRENCES[name]
+    return _empty(known, operands, known.state_sizes_of(operands), known.dtypes(operands, settings, cast)[1])
+
+
+def _empty(
+    known: Recurrence, operands: Sequence[Tensor | None], sizes: Sequence[Any], dtype: torch.dtype
+) -> Tensor:
     like = operands[known.like]
     assert like is not None
-    return like.new_empty(known.state_sizes_of(operands), dtype=known.dtypes(operands, settings, cast)[1])
+    return like.new_empty(sizes, dtype=dtype)
 
 
 def _fake_step(
