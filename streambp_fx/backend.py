@@ -20,10 +20,11 @@ from .auto_executor import AutoExecutor
 from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
+from .dynamo.attribute_stores import keep_attribute_stores
 from .dynamo.each_frame import watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
-from .dynamo.loops import watch_calls
+from .dynamo.loops import note_graph, watch_calls, with_compared_loops
 from .dynamo.messages import with_ranges
 from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
@@ -123,10 +124,13 @@ def _options(given: object) -> Options:
 
 
 setattr(streambp, MARK, True)
+keep_attribute_stores()
 trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
-watch_frames(in_the_words_of_the_model)
+watch_frames(
+    lambda frame, compiled: with_compared_loops(frame, lambda: in_the_words_of_the_model(frame, compiled))
+)
 watch_calls(understood)
 
 
@@ -159,6 +163,7 @@ def compile_graph(
         CompileError: a pass failed, and `options.on_error` is "raise".
     """
     guard_hooks()
+    note_graph(module, example_inputs)
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
         instead = otherwise or Otherwise(module)
         counted = counts or GraphCounts(example_inputs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 
 class StreamBPError(RuntimeError):
@@ -55,8 +58,26 @@ _PACKAGES = (__name__.split(".")[0], "torch", "transformers", "accelerate", "pef
 _CALLERS = {*_PACKAGES, "contextlib", "functools"}
 
 
+_held: ContextVar[list[str] | None] = ContextVar("held_warnings", default=None)
+
+
+@contextlib.contextmanager
+def held_warnings() -> Iterator[list[str]]:
+    """Within: what `warn` is to say is put into this list, and nothing is said."""
+    held: list[str] = []
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
+
 def warn(text: str) -> None:
     """Give a `StreamBPWarning` at the line of the user's that led to it, such as `trainer.train()`."""
+    held = _held.get()
+    if held is not None:
+        held.append(text)
+        return
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _CALLERS:
         level, frame = level + 1, frame.f_back

@@ -114,9 +114,7 @@ def explain_unstreamed(module: GraphModule, lengths: Lengths) -> str:
     Returns:
         the reason: that of `lengths`, and the loops that may have fixed the length.
     """
-    why, loops = str(lengths.reason), unrolled_loops()
-    if loops:
-        why += f". A loop that is unrolled fixes how often it runs, and there are some: {'; '.join(loops)}"
+    why = f"{lengths.reason}{_of_loops()}"
     behind, read = goes_on_behind(), lengths_read(module)
     if any(size > 1 for size in read) or (behind is None and not read and _trains(module)):
         warn(f"the graph runs unstreamed: {why}")
@@ -129,6 +127,12 @@ def explain_unstreamed(module: GraphModule, lengths: Lengths) -> str:
     else:
         log.info("the graph runs as it is: %s", why)
     return why
+
+
+def _of_loops() -> str:
+    """A sentence on the loops of the graph that is compiled, to go on with; nothing, if none is unrolled."""
+    loops = "; ".join(unrolled_loops())
+    return f". A loop that is unrolled fixes how often it runs, and there are some: {loops}" if loops else ""
 
 
 def _trains(module: GraphModule) -> bool:
@@ -150,6 +154,7 @@ def warn_unchunked(facts: Facts) -> None:
             f"{len(lines)} of {len(facts.segments)} segments run unchunked. Their gradients are exact, but "
             "their activations are held for the whole sequence while they are recomputed:\n  "
             + "\n  ".join(unique)
+            + _of_loops()
         )
 
 

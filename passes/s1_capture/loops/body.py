@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,12 @@ class LoopBody:
             return self.call(begin, [x.new_empty(x.shape[1:]) for x in rows], rest)[1]
 
     def joined(self, results: Sequence[Tensor]) -> Tensor:
-        """The results of a row as one tensor, beside one another in the last dim."""
+        """The results of a row as one tensor, beside one another in the last dim; its dtype holds all."""
         if len(results) == 1:
             return results[0]
         flat = (x.flatten(self.shared) if x.dim() > self.shared else x.unsqueeze(-1) for x in results)
-        return torch.cat(list(flat), -1)
+        dtype = common_dtype(results)
+        return torch.cat([x.to(dtype) for x in flat], -1)
 
     def step(
         self, operands: Sequence[Tensor | None], settings: Sequence[float], state: Tensor | None
@@ -121,7 +123,7 @@ def packed(carried: Sequence[Tensor]) -> Tensor:
     Before the first chunk a state is zeros. So its first entry says whether the loop has begun; until then
     the carried values are what the loop begins with, which are operands, and may have a gradient.
     """
-    dtype = _common([x.dtype for x in carried])
+    dtype = common_dtype(carried)
     return torch.cat([carried[0].new_ones(1, dtype=dtype), *(x.reshape(-1).to(dtype) for x in carried)])
 
 
@@ -132,12 +134,9 @@ def unpacked(state: Tensor, begin: Sequence[Tensor]) -> list[Tensor]:
     return [torch.where(has_begun != 0, e.view(b.shape).to(b.dtype), b) for e, b in pairs]
 
 
-def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+def common_dtype(values: Sequence[Tensor]) -> torch.dtype:
     """A dtype that holds values of all these as they are."""
-    found = dtypes[0]
-    for dtype in dtypes:
-        found = torch.promote_types(found, dtype)
-    return found
+    return functools.reduce(torch.promote_types, (x.dtype for x in values))
 
 
 def shared_dims(results: Sequence[Tensor]) -> int:

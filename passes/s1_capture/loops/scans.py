@@ -133,8 +133,8 @@ def understood(
     body = LoopBody(module, len(begin), len(rows), kinds, last)
     with disable_proxy_modes_tracing():
         results = body.results_of(operands)
-    if not results or len({x.dtype for x in results}) > 1:
-        raise LoopNotUnderstood("has no result by rows, or some of several dtypes")
+    if not results:
+        raise LoopNotUnderstood("has no result by rows")
     if not all(x.is_floating_point() for x in (*results, *begin)):
         raise LoopNotUnderstood("carries or makes values that are no floating-point numbers")
     body = dataclasses.replace(body, shared=shared_dims(results))
@@ -162,6 +162,6 @@ def _apart(made: Tensor, results: Sequence[Tensor], shared: int) -> list[Tensor]
     widths = [x.flatten(shared).shape[-1] if x.dim() > shared else 1 for x in results]
     parts = made.split(widths, -1)
     return [
-        p.unflatten(-1, x.shape[shared:]) if x.dim() > shared else p.squeeze(-1)
+        (p.unflatten(-1, x.shape[shared:]) if x.dim() > shared else p.squeeze(-1)).to(x.dtype)
         for p, x in zip(parts, results, strict=True)
     ]

@@ -9,14 +9,19 @@ compiles to the code that runs. What is not understood, or what Dynamo cannot tr
 as before. The functions themselves are not changed: Dynamo is given other code when it inlines one for this
 backend.
 
-Nobody's loops are read but those of transformers. What a body asks of a value besides its numbers (which
-object it is, its strides, whether it has a gradient) may have another answer for the first row, and the
-source does not show what the functions do that it calls. An adversary found a dozen such loops. Until a scan
-is compared with the loop that it stands for, other people's code is left alone.
+NOTE [compared with the loop]: what a body asks of a value besides its numbers (which object it is, its
+strides, whether it has a gradient) may have another answer for the first row, and the source does not show
+what the functions do that it calls. So the source alone proves nothing of other people's code. Each frame
+with such a scan is traced a second time, on a few rows, with its loops as they are, and the two graphs are
+compared: outputs, gradients, which of them are None, changed buffers; and what is run around the graphs,
+which is where Dynamo puts effects on Python objects. Where they differ, or cannot be compared, the frame is
+compiled again with its loops unrolled.
 """
 
 from __future__ import annotations
 
-from .inlining import stand_in, unrolled_loops, watch_calls
+from .comparing import with_compared_loops
+from .inlining import stand_in, watch_calls
+from .record import note_graph, unrolled_loops
 
-__all__ = ["stand_in", "unrolled_loops", "watch_calls"]
+__all__ = ["note_graph", "stand_in", "unrolled_loops", "watch_calls", "with_compared_loops"]

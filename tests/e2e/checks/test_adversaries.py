@@ -32,8 +32,6 @@ from adversaries import (
 )
 from e2e_adversary import DOORS, Case, check
 
-from streambp_fx.dynamo.loops import inlining
-
 MODULES = (
     views,
     in_place,
@@ -96,9 +94,7 @@ def _parameters() -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "door"), _parameters())
-def test_adversaries(case: Case, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.kind == loops.CASES.kind:  # as if they were transformers'
-        monkeypatch.setattr(inlining, "LIBRARIES", {"adversaries"})
+def test_adversaries(case: Case, door: str) -> None:
     check(case, door)
 
 

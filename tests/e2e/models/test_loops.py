@@ -16,16 +16,18 @@ from e2e_check import CHUNK, assert_all_chunked, compare, transform
 from e2e_memory import live
 from e2e_models import VOCAB, padded, plain, sample
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.rwkv import modeling_rwkv
 
 import streambp_fx
 from benchmarks.families.configs import build
-from streambp_fx.dynamo.loops import inlining
+from streambp_fx.dynamo.loops import scanning
 from streambp_fx.measure.in_float64 import true_double
 from streambp_fx.passes.graph.recurrence import RECURRENCE
 from streambp_fx.transform import schedules
 
+right = scanning.scan
 BATCHES = {"67": plain(2, 67), "11": plain(3, 11), "right": padded(45, "right"), "left": padded(45, "left")}
 
 
@@ -74,11 +76,6 @@ def test_rwkv(rwkv_in_float64: types.ModuleType) -> None:
     assert recurrences_of(streamed) >= 2
 
 
-@pytest.fixture
-def reads_these_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inlining, "LIBRARIES", {__name__, "adversaries"})
-
-
 class Model(nn.Module):
     """A small causal LM of such layers."""
 
@@ -99,7 +96,6 @@ class Model(nn.Module):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-@pytest.mark.usefixtures("reads_these_loops")
 @pytest.mark.parametrize("chunk", sample([512, 999], 512))
 def test_the_peak_is_predicted(chunk: int) -> None:
     torch.manual_seed(0)
@@ -112,7 +108,6 @@ def test_the_peak_is_predicted(chunk: int) -> None:
     assert len({sum(s.saved.values()) for s in planned.segments if s.mixings}) == 1
 
 
-@pytest.mark.usefixtures("reads_these_loops")
 def test_one_program_for_all_lengths() -> None:
     torch.manual_seed(0)
     eager = Model([Layer(), Layer()]).double()
@@ -132,11 +127,88 @@ class Numbered(Layer):
         return out, state
 
 
-def test_nobody_elses_loops_are_read() -> None:
-    model = Model([Layer()])
-    streambp_fx.transform(model, chunk=16)
-    with pytest.warns(streambp_fx.StreamBPWarning, match=r"loops\.py:\d+: only loops in the code of tr"):
-        model(**plain(1, 9)).loss.backward()
+class Asks(Layer):
+    """A function of its own is asked about the state in each round: the loop does not say for what."""
+
+    kind = "is the first"
+
+    def run(self, gate: Tensor, value: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.first = state = torch.zeros_like(value[:, 0])
+        out = torch.zeros_like(value)
+        for t in range(value.shape[1]):
+            state = gate[:, t] * state + self.more(state) * value[:, t]
+            out[:, t] = state
+        return out, state
+
+    def more(self, state: Tensor) -> float:
+        if self.kind == "has a gradient":
+            return 2.0 if state.requires_grad else 1.0
+        if self.kind == "lies as it does":
+            return 2.0 if state.stride(0) == 1 else 1.0
+        return 1.0 if state is self.first else 2.0
+
+
+@pytest.mark.parametrize("kind", sample(["is the first", "has a gradient"], "is the first"))
+def test_a_body_that_asks_for_more_than_numbers_is_unrolled(kind: str) -> None:
+    torch.manual_seed(0)
+    eager = Model([Asks()]).double()
+    eager.layers[0].kind = kind  # type: ignore[assignment]
+    streamed = transform(copy.deepcopy(eager))
+    with pytest.warns(
+        streambp_fx.StreamBPWarning, match=r"test_loops\.py:\d+: a step of it does not give what"
+    ):
+        compare(eager, streamed, {"9": plain(2, 9)}, 1e-12, unchunked=None)
+
+
+class Gated(Layer):
+    """A layer that begins as the identity: no number and no gradient shows what is behind the factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * super().forward(x)
+
+
+class Remembers(Layer):
+    """A layer that sets attributes before its loop and behind it."""
+
+    last: Tensor | None = None
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last, self.count = None, 1
+        made, last = self.run(self.gate(x).sigmoid(), self.value(x))
+        self.last, self.count = last.detach(), 2
+        return made
+
+
+def test_attributes_that_are_set_behind_a_loop() -> None:
+    torch.manual_seed(0)
+    eager = Model([Remembers(), Remembers()]).double()
+    streamed = transform(copy.deepcopy(eager))
+    compare(eager, streamed, {str(t): plain(2, t) for t in (35, 20)}, 1e-9)
+    assert recurrences_of(streamed) >= 2
+    for one, other in zip(eager.layers, streamed.layers, strict=True):
+        assert one.count == other.count == 2
+        torch.testing.assert_close(one.last, other.last, rtol=1e-12, atol=1e-12)
+
+
+def shifted(*args: Any) -> Any:
+    """A scan that is wrong: each result is that of the row before."""
+    carried, made = right(*args)
+    return carried, tree_map(lambda x: torch.roll(x, 1, 0), made)
+
+
+@pytest.mark.parametrize("layer", sample([Layer, Gated], Gated))
+def test_a_scan_that_is_not_the_loop_is_unrolled(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanning, "scan", shifted)
+    torch.manual_seed(0)
+    eager = Model([layer()]).double()
+    streamed = transform(copy.deepcopy(eager))
+    with pytest.warns(streambp_fx.StreamBPWarning, match="a step of it does not give what the loop gives"):
+        compare(eager, streamed, {"9": plain(2, 9)}, 1e-12, unchunked=None)
 
 
 def test_a_loop_that_is_unrolled_is_named() -> None:
