@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .names import around, before, leaves, loads, names_in, read_behind, read_first, stores
-from .places import Place, Row, header_of, is_all, place_of, root
+from .names import around, assigned, before, leaves, loads, names_in, read_behind, read_first, stores
+from .places import Iterated, Place, Row, header_of, is_all, place_of, root
 
 # Functions of `torch` that make a tensor that nobody else knows of.
 NEW = {"zeros", "ones", "empty", "full"}
 FRESH = {*NEW, *(f"{n}_like" for n in NEW)}
 # Names that have to mean what they always do.
-OWN = {"range", "enumerate", "torch"}
+OWN = {"range", "enumerate", "zip", "torch"}
 JOINS = {"stack", "cat", "concat"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
            ast.DictComp, ast.GeneratorExp)  # fmt: skip
-_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.Expr, ast.Pass)
+_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.For, ast.Expr, ast.Pass)
 _EXPRESSIONS = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 _MIRRORS = {"locals", "vars", "eval", "exec", "dir", "globals"}
 
@@ -49,7 +49,8 @@ class Loop:
 
     Attributes:
         node: the loop.
-        count: how many rows it goes over.
+        count: how many rows it goes over; None: those that the first of `rows` has.
+        iterated: what it goes over, if that are tensors, by the name of a row.
         rows: what is read of it, by the name of a row in the new body.
         carried: variables that go from row to row.
         written: tensors of which a row is written, by the name of the row in the new body.
@@ -58,7 +59,8 @@ class Loop:
     """
 
     node: ast.For
-    count: ast.expr
+    count: ast.expr | None
+    iterated: dict[str, ast.expr]
     rows: dict[str, Row]
     carried: list[str]
     written: dict[str, Written]
@@ -73,7 +75,7 @@ def loops_of(tree: ast.FunctionDef) -> Iterator[ast.For]:
     scopes = [s for s in ast.walk(tree) if isinstance(s, _SCOPES) and s is not tree]
     inner = {id(n) for s in scopes for n in ast.walk(s)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.For) and id(node) not in inner and not node.orelse and header_of(node):
+        if isinstance(node, ast.For) and id(node) not in inner and not node.orelse and header_of(node, tree):
             yield node
 
 
@@ -101,14 +103,13 @@ class _Analysis:
     appended: dict[str, str] = field(default_factory=dict)
 
     def found(self) -> Loop:
-        self.header = header_of(self.loop)
+        self.header = header_of(self.loop, self.tree)
         assert self.header is not None
         self.targets, self.stored = stores(self.loop.target), set[str]().union(*map(stores, self.loop.body))
         self._refuse_kinds()
-        if self.header.row is not None:
-            name, row = self.header.row
-            self.rows[name] = self._unchanged(row)
-        body = [self._statement(s) for s in self.loop.body]
+        self.rows |= {x.name: x.row for x in self.header.rows}
+        body = [_with_its_dim(x, self.loop) for x in self.header.rows if x.keeps]
+        body += [self._statement(s) for s in self.loop.body]
         self._refuse_scopes()
         self._refuse_changes()
         later = read_behind(self.tree.body, self.loop)
@@ -118,17 +119,9 @@ class _Analysis:
         carried = sorted(n for n in self.stored if n in first or n in later)
         if not self.rows or not (self.written or self.appended or set(carried) & later):
             raise NotAStep("it reads no rows, or nothing becomes of them")
-        return Loop(self.loop, self._count(), self.rows, carried, self.written, self.appended, body)
-
-    def _count(self) -> ast.expr:
-        assert self.header is not None
-        if self.header.count is not None:
-            return self.header.count
-        assert self.header.row is not None
-        row = self.header.row[1]
-        return ast.Subscript(
-            ast.Attribute(row.tensor, "shape", ast.Load()), ast.Constant(row.dim), ast.Load()
-        )
+        iterated = {x.name: x.row.tensor for x in self.header.rows}
+        count, rows = self.header.count, self.rows
+        return Loop(self.loop, count, iterated, rows, carried, self.written, self.appended, body)
 
     def _refuse_kinds(self) -> None:
         for node in (n for s in self.loop.body for n in ast.walk(s)):
@@ -178,14 +171,43 @@ class _Analysis:
         if isinstance(statement, ast.If):
             parts = ([self._statement(s, True) for s in p] for p in (statement.body, statement.orelse))
             return ast.copy_location(ast.If(self._with_rows(statement.test), *parts), statement)
+        if isinstance(statement, ast.For):
+            return self._inner_loop(statement)
         if isinstance(statement, ast.Expr):
             return self._append(statement, inner)
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+            return self._assigned_anew(statement, inner)
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
         if any(isinstance(t, ast.Subscript) for t in targets) and isinstance(statement, ast.Assign):
             return self._write(statement, inner)
         if not all(isinstance(e, ast.Name) for t in targets if t is not None for e in leaves(t)):
             raise NotAStep("it assigns something other than a variable")
         return self._with_rows(statement)
+
+    def _inner_loop(self, loop: ast.For) -> ast.stmt:
+        """A loop within the body, over something else."""
+        if loop.orelse or not all(isinstance(e, ast.Name) for e in leaves(loop.target)):
+            raise NotAStep("a loop within it assigns something other than variables")
+        body = [self._statement(s, True) for s in loop.body]
+        made = ast.For(loop.target, self._with_rows(loop.iter), body, [])
+        return ast.fix_missing_locations(ast.copy_location(made, loop))
+
+    def _assigned_anew(self, statement: ast.AugAssign, inner: bool) -> ast.stmt:
+        """`a += b` as `a = a + b`: a body must not change what it is given. `made += [row]` appends.
+
+        Who knows the tensor by another name sees the change: then the loop is not what is made of it.
+        """
+        target, value = statement.target, statement.value
+        assert isinstance(target, ast.Name)
+        if isinstance(value, ast.List):
+            if len(value.elts) != 1 or not isinstance(statement.op, ast.Add):
+                raise NotAStep("it adds several entries to a list")
+            append = ast.Attribute(ast.Name(target.id, ast.Load()), "append", ast.Load())
+            call = ast.Expr(ast.Call(append, value.elts, []))
+            return self._append(ast.fix_missing_locations(ast.copy_location(call, statement)), inner)
+        made = ast.BinOp(ast.Name(target.id, ast.Load()), statement.op, self._with_rows(value))
+        new = ast.Assign([ast.Name(target.id, ast.Store())], made)
+        return ast.fix_missing_locations(ast.copy_location(new, statement))
 
     def _with_rows(self, node: Any) -> Any:
         return _TakenRows(self).visit(copy.deepcopy(node))
@@ -235,7 +257,7 @@ class _Analysis:
             raise NotAStep("it reads what it writes")
         earlier = before(self.tree.body, self.loop) or []
         place = next((k for k, s in enumerate(earlier) if name in stores(s)), None)
-        made = None if place is None else _assigned(name, earlier[place])
+        made = None if place is None else assigned(name, earlier[place])
         if made is None or not is_fresh(made) or read(earlier[:place]):
             raise NotAStep("what it writes is not made for it, or is read before it")
 
@@ -249,6 +271,14 @@ class _Analysis:
             raise NotAStep("a list that it appends to is not joined to a tensor after it")
 
 
+def _with_its_dim(iterated: Iterated, loop: ast.For) -> ast.stmt:
+    """`row = row.unsqueeze(dim)`."""
+    row = ast.Attribute(ast.Name(iterated.name, ast.Load()), "unsqueeze", ast.Load())
+    made = ast.Call(row, [ast.Constant(iterated.row.dim)], [])
+    new = ast.Assign([ast.Name(iterated.name, ast.Store())], made)
+    return ast.fix_missing_locations(ast.copy_location(new, loop))
+
+
 def is_join(node: ast.AST, name: str) -> bool:
     """True for `torch.stack(name, ...)` and `torch.cat(name, ...)`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
@@ -258,19 +288,6 @@ def is_join(node: ast.AST, name: str) -> bool:
     first, module = node.args[0], node.func.value
     is_torch = isinstance(module, ast.Name) and module.id == "torch" and node.func.attr in JOINS
     return is_torch and isinstance(first, ast.Name) and first.id == name
-
-
-def _assigned(name: str, statement: ast.stmt) -> ast.expr | None:
-    """What `name = value` or `name, other = value, another` assigns to one name, and to no other."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return None
-    target, value = statement.targets[0], statement.value
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        pairs = list(zip(target.elts, value.elts, strict=True))
-    else:
-        pairs = [(target, value)]
-    found = [v for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
-    return found[0] if len(found) == 1 else None
 
 
 def _is_fresh(value: ast.expr) -> bool:

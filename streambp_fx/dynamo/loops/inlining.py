@@ -88,7 +88,7 @@ def _with_scans(parent: Any, func: Any) -> Any:
         return None
     if not is_ours(parent.output.compiler_fn) or code in record.refused:
         return None
-    if {"range", "enumerate"} & names.keys() or names.get("torch", torch) is not torch:
+    if {"range", "enumerate", "zip"} & names.keys() or names.get("torch", torch) is not torch:
         return None
     changed = with_scans(code)
     record.unrolled.update(dict.fromkeys(changed.unrolled))

@@ -120,3 +120,16 @@ def around(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
             if found:
                 return [*found, statement]
     return []
+
+
+def assigned(name: str, statement: ast.stmt) -> ast.expr | None:
+    """What `name = value` or `name, other = value, another` assigns to one name, and to no other."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target, value = statement.targets[0], statement.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        pairs = list(zip(target.elts, value.elts, strict=True))
+    else:
+        pairs = [(target, value)]
+    found = [v for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
+    return found[0] if len(found) == 1 else None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
+from .names import assigned
+
 
 @dataclass(frozen=True)
 class Row:
     """A row of a tensor that the body of a loop reads.
 
     Attributes:
-        tensor: an expression that no statement of the body changes: a variable, or an attribute of one.
+        tensor: an expression: a variable that no statement of the body changes, or what the loop goes over.
         dim: of the rows; negative, from the last.
     """
 
@@ -48,7 +50,8 @@ def place_of(index: ast.expr, variable: str | None) -> Place | None:
     dots = [k for k, e in enumerate(entries) if _is_dots(e)]
     if len(dots) > 1:
         return None
-    dim = place - len(entries) if dots and dots[0] < place else place
+    counted = [k for k, e in enumerate(entries) if not _is_new_dim(e)]
+    dim = counted.index(place) - (len(counted) if dots and dots[0] < place else 0)
     keeps = isinstance(entries[place], ast.Slice)
     return Place(dim, keeps, entries[:place] + [ast.Slice()] * keeps + entries[place + 1 :])
 
@@ -79,7 +82,11 @@ def _is_dots(entry: ast.expr) -> bool:
 def _is_plain(entry: ast.expr) -> bool:
     if isinstance(entry, ast.Slice):
         return all(p is None or integer(p) is not None for p in (entry.lower, entry.upper, entry.step))
-    return _is_dots(entry) or integer(entry) is not None
+    return _is_dots(entry) or _is_new_dim(entry) or integer(entry) is not None
+
+
+def _is_new_dim(entry: ast.expr) -> bool:
+    return isinstance(entry, ast.Constant) and entry.value is None
 
 
 def is_all(entry: ast.expr) -> bool:
@@ -108,47 +115,118 @@ class Header:
     """What a loop goes over.
 
     Attributes:
-        count: how many rows; None: those of `row`.
+        count: how many rows; None: those of the first of `rows`.
         index: the variable with the number of the row, if there is one.
-        row: if it goes over the rows of a tensor, these, and the variable with one of them.
+        rows: if it goes over the rows of tensors, these.
     """
 
     count: ast.expr | None
-    index: str | None
-    row: tuple[str, Row] | None = None
+    index: str | None = None
+    rows: tuple[Iterated, ...] = ()
 
 
-def header_of(loop: ast.For) -> Header | None:
-    """`range(n)`, `x.unbind(d)` or `enumerate(x.unbind(d))`; None if a loop goes over something else."""
+@dataclass(frozen=True)
+class Iterated:
+    """A tensor whose rows a loop goes over.
+
+    Attributes:
+        name: the variable with one of them.
+        row: the tensor, any expression: it is evaluated once.
+        keeps: a row has a dim of one entry for itself.
+    """
+
+    name: str
+    row: Row
+    keeps: bool = False
+
+
+# What gives a tensor if it is called on one. Who iterates over something else falls back to the loop.
+OF_TENSORS = {
+    "transpose",
+    "permute",
+    "movedim",
+    "swapaxes",
+    "swapdims",
+    "moveaxis",
+    "contiguous",
+    "flip",
+    "t",
+}
+CUTS = {"unbind", "split"}
+# A function with a header has one of these.
+NAMES = {"range", *CUTS, *OF_TENSORS}
+
+
+def header_of(loop: ast.For, tree: ast.FunctionDef) -> Header | None:
+    """`range(n)`, rows of tensors, `zip` and `enumerate` of these; None if a loop goes over something else.
+
+    Args:
+        loop: a loop.
+        tree: the function that it stands in.
+    """
     call, target, index = loop.iter, loop.target, None
-    if not isinstance(call, ast.Call):
-        return None
-    if _calls(call, "range") and isinstance(target, ast.Name) and not call.keywords:
+    if isinstance(call, ast.Call) and _calls(call, "range"):
+        if not isinstance(target, ast.Name) or call.keywords:
+            return None
         given = call.args[1:] if len(call.args) == 2 and integer(call.args[0]) == 0 else call.args
         return Header(given[0], target.id) if len(given) == 1 else None
-    if _calls(call, "enumerate") and len(call.args) == 1 and not call.keywords:
+    if isinstance(call, ast.Call) and _calls(call, "enumerate"):
         pair = target.elts if isinstance(target, ast.Tuple) else []
-        if len(pair) != 2 or not isinstance(pair[0], ast.Name) or not isinstance(call.args[0], ast.Call):
+        if len(call.args) != 1 or call.keywords or len(pair) != 2 or not isinstance(pair[0], ast.Name):
             return None
         index, target, call = pair[0].id, pair[1], call.args[0]
-    dim = _unbound_dim(call)
-    if dim is None or not isinstance(target, ast.Name) or target.id == index:
+    pairs = [(target, call)]
+    if isinstance(call, ast.Call) and _calls(call, "zip"):
+        targets = target.elts if isinstance(target, ast.Tuple) else []
+        named = {k.arg for k in call.keywords}  # whoever asks for equal lengths gets them, or the loop
+        if not named <= {"strict"} or not call.args or len(targets) != len(call.args):
+            return None
+        pairs = list(zip(targets, call.args, strict=True))
+    found = [_iterated(t, e, tree) for t, e in pairs]
+    names = [x.name for x in found if x is not None]
+    if len(names) != len(pairs) or len({*names, index}) != len(names) + 1:
         return None
-    assert isinstance(call.func, ast.Attribute)
-    return (
-        None if root(call.func.value) is None else Header(None, index, (target.id, Row(call.func.value, dim)))
-    )
+    return Header(None, index, tuple(x for x in found if x is not None))
 
 
 def _calls(call: ast.Call, name: str) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id == name
 
 
-def _unbound_dim(call: ast.Call) -> int | None:
-    """The dim of `x.unbind(dim)`."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "unbind":
+def _iterated(target: ast.expr, given: ast.expr, tree: ast.FunctionDef) -> Iterated | None:
+    """Rows of `x.unbind(dim)`, `torch.unbind(x, dim)`, `x.split(1, dim)`, or of a tensor; None of others."""
+    if not isinstance(target, ast.Name):
         return None
-    given = [*call.args, *(k.value for k in call.keywords if k.arg == "dim")]
-    if len(given) != len(call.args) + len(call.keywords) or len(given) > 1:
+    name = _function_of_tensor(given)
+    if name in CUTS:
+        assert isinstance(given, ast.Call)
+        return _cut(target.id, name, given)
+    made = given
+    if isinstance(given, ast.Name):
+        values = [assigned(given.id, n) for n in ast.walk(tree) if isinstance(n, ast.stmt)]
+        made = next((v for v in values if v is not None), given)
+    return Iterated(target.id, Row(given, 0)) if _function_of_tensor(made) in OF_TENSORS else None
+
+
+def _function_of_tensor(call: ast.expr) -> str | None:
+    """The name of a method, or of a function of `torch`, that is called."""
+    return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+
+
+def _cut(target: str, name: str, call: ast.Call) -> Iterated | None:
+    """The rows of `unbind` or `split`, of one entry."""
+    assert isinstance(call.func, ast.Attribute)
+    given = [call.func.value, *call.args]
+    if isinstance(given[0], ast.Name) and given[0].id == "torch":
+        given = given[1:]
+    keywords = {k.arg: k.value for k in call.keywords}
+    if not given or not keywords.keys() <= {"dim"}:
         return None
-    return integer(given[0]) if given else 0
+    tensor, rest = given[0], given[1:]
+    if name == "split":
+        if not rest or integer(rest[0]) != 1:
+            return None
+        rest = rest[1:]
+    rest += keywords.values()
+    dim = 0 if not rest else integer(rest[0]) if len(rest) == 1 else None
+    return None if dim is None else Iterated(target, Row(tensor, dim), name == "split")

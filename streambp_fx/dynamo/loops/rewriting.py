@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
 from .analysis import Loop, NotAStep, is_join, loops_of, step_of
+from .places import NAMES
 from .source import source_of
 
 PREFIX = "_streambp_"
 _MODULE = f"{PREFIX}scanning"
+_LOOP = dis.opmap["FOR_ITER"]
 
 
 class Rewritten(NamedTuple):
@@ -30,7 +33,7 @@ class Rewritten(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def with_scans(code: CodeType) -> Rewritten:
     """The loops of a function as calls of `scan`."""
-    if not {"range", "unbind"} & set(code.co_names):
+    if _LOOP not in code.co_code[::2] or not NAMES & set(code.co_names):
         return Rewritten(None)
     source = source_of(code)
     if source is None:
@@ -81,7 +84,7 @@ class _Changed(ast.NodeTransformer):
 def _choice(number: int, loop: Loop) -> list[ast.stmt]:
     """The statements for a loop: a template that is parsed, with the parts of the loop put in."""
     own = f"{PREFIX}{number}_"
-    values = [loop.count, *(r.tensor for r in loop.rows.values())]
+    values = [loop.count or ast.Constant(None), *(r.tensor for r in loop.rows.values())]
     names = [f"{own}count", *(f"{own}value_{k}" for k in range(len(loop.rows)))]
     read = _tuple(f"({name}, {row.dim})" for name, row in zip(names[1:], loop.rows.values(), strict=True))
     outs = _tuple(f"({w.name}, {w.dim})" for w in loop.written.values())
@@ -108,8 +111,23 @@ def _choice(number: int, loop: Loop) -> list[ast.stmt]:
         statement.value = value  # type: ignore[attr-defined]
     choice: Any = statements[-1]
     choice.body[0].body[-1:-1] = loop.body
+    # what the loop goes over is evaluated once
+    given = {id(loop.iterated[n]): v for n, v in zip(loop.rows, names[1:], strict=True) if n in loop.iterated}
+    _Named({**given, id(loop.count): names[0]}).visit(loop.node)
     choice.orelse = [loop.node]
     return statements
+
+
+class _Named(ast.NodeTransformer):
+    """Puts variables in the place of expressions that have been evaluated."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+
+    def visit(self, node: ast.AST) -> Any:
+        name = self.names.get(id(node))
+        found = super().visit(node) if name is None else ast.Name(name, ast.Load())
+        return ast.copy_location(found, node) if isinstance(node, ast.expr) else found
 
 
 def _tuple(parts: Iterable[str]) -> str:

@@ -17,17 +17,20 @@ def fits(
     """True if a loop goes over all rows of tensors, and carries tensors.
 
     Args:
-        count: how many rows it goes over.
-        rows: what it reads rows of, and in which dim these are.
+        count: how many rows it goes over; None: those that the first of `rows` has.
+        rows: what it reads rows of, and in which dim these are. What is None is not read.
         carried: what the variables that it carries begin with.
         written: tensors of which it writes rows, and the dim of these.
     """
-    for value, dim in (*rows, *written):
+    read = [(value, dim) for value, dim in rows if value is not None]
+    for value, dim in (*read, *written):
         if not isinstance(value, Tensor) or value.dim() <= (dim if dim >= 0 else -1 - dim):
             return False
+        if count is None:
+            count = value.shape[dim]
         if value.shape[dim] != count:
             return False
-    return all(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(carried))
+    return bool(read) and all(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(carried))
 
 
 def scan(
@@ -38,19 +41,31 @@ def scan(
     Args:
         body: takes what is carried and the rows, and returns what is carried and results.
         carried: what it begins with.
-        rows: tensors, and the dim of their rows.
+        rows: tensors, and the dim of their rows; None is handed on as it is.
     """
+    places = [k for k, (value, _) in enumerate(rows) if value is not None]
 
     def step(carried: Any, rows: Any) -> tuple[Any, Any]:
-        after, made = body(carried, rows)
+        every = [None] * count
+        for place, row in zip(places, rows, strict=True):
+            every[place] = row
+        after, made = body(carried, tuple(every))
         # a scan refuses results that are one another, or what it is given, or lie in memory in another way
         return tree_map(_copied, after), tree_map(_copied, made)
 
-    given = tuple(value.movedim(dim, 0) for value, dim in rows)
+    count, given = len(rows), tuple(rows[k][0].movedim(rows[k][1], 0) for k in places)
+    if torch.is_autocast_enabled(given[0].device.type):
+        carried = _in_later_dtypes(step, carried, given)
     if not carried:  # it wants one
-        first = rows[0][0].new_zeros(())
+        first = given[0].new_zeros(())
         return (), torch_scan(lambda c, r: (c.clone(), step((), r)[1]), first, given)[1]
     return torch_scan(step, tree_map(torch.Tensor.contiguous, carried), given)
+
+
+def _in_later_dtypes(step: Callable[[Any, Any], tuple[Any, Any]], carried: Any, given: Any) -> Any:
+    """What is carried, in the dtypes that it has after a row: under autocast it often begins in float32."""
+    after, _ = step(carried, tuple(value[0] for value in given))
+    return tree_map(lambda x, y: x.to(y.dtype), carried, after)
 
 
 def _copied(value: Tensor) -> Tensor:

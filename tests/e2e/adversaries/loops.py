@@ -59,7 +59,8 @@ def with_other_weights(layers: nn.GRU) -> nn.GRU:
 def parts() -> dict[str, Any]:
     return {
         "cell": nn.GRUCell(WIDTH, WIDTH), "long": nn.LSTMCell(WIDTH, WIDTH), "layer": Layer(),
-        "first": nn.Parameter(torch.randn(WIDTH)), "remembers": Remembers(), "seen": torch.zeros(WIDTH),
+        "counts": Counts(), "first": nn.Parameter(torch.randn(WIDTH)), "remembers": Remembers(),
+        "seen": torch.zeros(WIDTH),
         "decay": nn.Parameter(torch.rand(WIDTH)), "lstm": nn.LSTM(WIDTH, WIDTH, 2, batch_first=True),
         "gru": nn.GRU(WIDTH, WIDTH), "rnn": nn.RNN(WIDTH, WIDTH, nonlinearity="relu", bias=False),
         "turned": with_other_weights(nn.GRU(WIDTH, WIDTH, batch_first=True)),
@@ -243,6 +244,78 @@ def an_assignment_in_place_of_its_own(m: Subject, x: Tensor, ids: Tensor) -> Ten
 
 
 @block()
+def rows_of_what_is_turned(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made, turned = x.new_zeros(x.shape[0], WIDTH), [], m.lin(x).permute(1, 0, 2)
+    for row in x.transpose(0, 1):
+        h = m.cell(row, h)
+        made.append(h)
+    x = x + torch.stack(made, 1)
+    h, more = torch.zeros_like(h), []
+    for _, row in enumerate(turned):
+        h = 0.5 * h + row
+        more += [h]
+    return x + torch.stack(more).transpose(0, 1)
+
+
+@block()
+def rows_of_several_side_by_side(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    gate, value = m.lin(x).sigmoid(), m.lin2(x)
+    h, made = torch.zeros_like(x[:, 0]), []
+    for g, v in zip(gate.unbind(1), torch.unbind(value, dim=1), strict=True):
+        h = g * h + (1 - g) * v
+        made.append(h)
+    return x + torch.stack(made, dim=1)
+
+
+@block()
+def rows_that_are_split(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = x.new_zeros(x.shape[0], 1, WIDTH), []
+    for row in x.split(1, dim=1):
+        h = torch.tanh(m.lin(row) + h)
+        made.append(h)
+    return x + torch.cat(made, 1)
+
+
+@block()
+def a_state_that_is_added_to(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = m.lin(x), m.lin2(x).sigmoid(), m.v(x)
+    state, made = x.new_zeros(x.shape[0], WIDTH, WIDTH), []
+    for t in range(x.shape[1]):
+        state = state * 0.9
+        state += k[:, t, :, None] * v[:, t, None, :]
+        made.append((q[:, t, None] @ state).squeeze(1))
+    return x + torch.stack(made, 1) / WIDTH
+
+
+@block()
+def rows_that_there_may_not_be(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + masked(m.lin(x), None) + masked(m.lin2(x), x.sum(-1) > 0)
+
+
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    h, made = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        new = (0.5 * h + x[:, t]).tanh()
+        if mask is not None:
+            new = torch.where(mask[:, t, None], new, h)
+        h = new
+        made.append(h)
+    return torch.stack(made, 1)
+
+
+@block()
+def layers_within_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = x.new_zeros(x.shape[0], WIDTH), []
+    for t in range(x.shape[1]):
+        row = x[:, t]
+        for layer in (m.lin, m.lin2):
+            row = layer(row).tanh()
+        h = 0.5 * h + row
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+@block()
 def a_scan_of_pytorch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     def step(carried: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         row, gate = rows
@@ -324,6 +397,66 @@ def the_row_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     for t in range(x.shape[1]):
         out[:, t] = m.lin(x[:, t - 1]) if t else m.lin(x[:, t])
     return x + out
+
+
+@block(WHATEVER)
+def a_state_that_is_added_to_by_another_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = m.lin(x[:, 0]), []
+    first = h
+    for t in range(x.shape[1]):
+        h += x[:, t]
+        made.append(h * 1.0)
+    return x + torch.stack(made, 1) + first[:, None]
+
+
+@block(WHATEVER)
+def a_state_that_is_added_to_in_a_list(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = m.lin(x[:, 0]), []
+    for t in range(x.shape[1]):
+        made.append(h)
+        h += x[:, t]
+    return x + torch.stack(made, 1)
+
+
+class Counts(nn.Module):
+    """Numbers that are others each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def next(self) -> int:
+        self.asked += 1
+        return self.asked
+
+
+@block(WHATEVER)
+def a_count_that_is_asked_once(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    m.counts.asked = 0
+    h, made = m.lin(x).mean(1), []
+    for t in range(m.counts.next() + 2):
+        h = 0.5 * h + x[:, t]
+        made.append(h)
+    return x + torch.stack(made, 1).sum(1, keepdim=True) * m.counts.asked
+
+
+@block(WHATEVER)
+def rows_of_a_list(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = x.new_zeros(x.shape[0], WIDTH), []
+    rows = list(x.transpose(0, 1))
+    for row in rows[:3]:
+        h = 0.5 * h + row
+        made.append(h)
+    return x + torch.stack(made, 1).sum(1, keepdim=True)
+
+
+@block(WHATEVER)
+def rows_of_different_lengths(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = torch.zeros_like(x[:, 0]), []
+    for row, other in zip(x.unbind(1), m.lin(x[:, :-1]).unbind(1), strict=False):
+        h = 0.5 * h + row * other
+        made.append(h)
+    return x + F.pad(torch.stack(made, dim=1), (0, 0, 0, 1))
 
 
 @block(WHATEVER)

@@ -239,7 +239,7 @@ def unstreamed(words: str | None) -> contextlib.AbstractContextManager[Any]:
     return pytest.warns(streambp_fx.StreamBPWarning, match=words) if words else contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("style", sample(CALLS, "hidden states", "positions"))
+@pytest.mark.parametrize("style", sample(CALLS, "positions"))
 def test_call_styles(style: str) -> None:
     """Positional ids, tuples, hidden states: whatever the caller may ask for, the gradient is right."""
     with in_double(LLAMA):

@@ -96,7 +96,10 @@ class Moved(nn.Module):
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("saved", ["inputs", SOME], ids=["inputs", "some values"])
+@pytest.mark.parametrize(
+    "saved",
+    [pytest.param("inputs", marks=pytest.mark.slow, id="inputs"), pytest.param(SOME, id="some values")],
+)
 def test_columns_are_made_again_without_them(saved: str | Saving, monkeypatch: pytest.MonkeyPatch) -> None:
     segment = importlib.import_module("streambp_fx.passes.s3_cut.segment")
     monkeypatch.setattr(segment, "EXPENSIVE", 1.5)  # layers stay whole

@@ -171,6 +171,26 @@ class Gated(Layer):
         return self.factor * super().forward(x)
 
 
+class Narrows(Layer):
+    """A loop that begins in float32, and goes on in half precision under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, made = torch.zeros(x.shape[0], x.shape[2], dtype=torch.float32, device="cpu"), []
+        for row in x.unbind(1):
+            h = torch.tanh(self.gate(row) + self.value(h))
+            made.append(h)
+        return torch.stack(made, 1)
+
+
+def test_a_loop_under_autocast() -> None:
+    torch.manual_seed(0)
+    eager = Model([Narrows(), Narrows()])
+    streamed = transform(copy.deepcopy(eager))
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(eager, streamed, {"35": plain(2, 35)}, 3e-2)
+    assert recurrences_of(streamed) >= 2
+
+
 class Remembers(Layer):
     """A layer that sets attributes before its loop and behind it."""
 
