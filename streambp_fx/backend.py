@@ -43,7 +43,7 @@ from .passes.graph.functionalization import NotPureError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
-from .passes.s1_capture.loops.scans import understood
+from .passes.s1_capture.loops.scans import understood, with_plain_loops
 from .passes.s1_capture.sequence_length import find_lengths, where_read
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
@@ -165,7 +165,7 @@ def compile_graph(
     guard_hooks()
     note_graph(module, example_inputs)
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
-        instead = otherwise or Otherwise(module)
+        instead = otherwise or Otherwise(with_plain_loops(module))
         counted = counts or GraphCounts(example_inputs)
         return _compiled_graph(
             module, example_inputs, options, report, declared, placeless, instead, sharded, counted
@@ -185,7 +185,7 @@ def _compiled_graph(
 ) -> Callable[..., Any]:
     if not differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
-        return module if sharded is None else otherwise.run
+        return with_plain_loops(module) if sharded is None else otherwise.run
     lengths = find_lengths(module, options.seq_dim, likely=declared)
     warn_of_unknown_names(module, options.seq_dim)
     if not lengths.sequence:
@@ -232,7 +232,7 @@ class CompiledGraph:
         self.counts = counts or StepCounts()
         self.stored = None if sharded is None else GraphGroups(sharded, example_inputs)
         self.placeless, self.declared = placeless, declared
-        self.otherwise = otherwise or Otherwise(module)
+        self.otherwise = otherwise or Otherwise(with_plain_loops(module))
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         # By which of the sizes are equal: what has no streamed version.
         self.unstreamed: dict[tuple[int, ...], Unstreamed] = {}
@@ -276,7 +276,7 @@ class CompiledGraph:
             position = self.versions.index(version)
             self.versions[position] = instead = self._unstreamed(error)
             if changes is not None:  # they are done, and the graph is without them
-                instead = dataclasses.replace(instead, run=self.module)
+                instead = dataclasses.replace(instead, run=with_plain_loops(self.module))
             return instead(*inputs)
         if torch.is_grad_enabled():
             self.counts.note(inputs=inputs)
@@ -307,10 +307,11 @@ class CompiledGraph:
     def _checked(
         self, version: Executor | AutoExecutor, inputs: Sequence[Any], kind: StepKind, parts: Collection[str]
     ) -> SelfCheck:
+        module = with_plain_loops(self.module)
         if self.stored is None:
-            return self_check(self.module, version, inputs, kind, parts)
+            return self_check(module, version, inputs, kind, parts)
         with self.stored.resting():
-            return self_check(self.module, version, self.stored.with_stand_ins(inputs), kind, parts)
+            return self_check(module, version, self.stored.with_stand_ins(inputs), kind, parts)
 
     def _version(self, inputs: Sequence[Any]) -> Executor | AutoExecutor | Unstreamed:
         """What runs these inputs; made where there is none for their sizes.

@@ -6,10 +6,11 @@ the carried values that the chunk before has left, and leaves its own. What is n
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,12 +79,33 @@ def _unrolled(
     body: GraphModule, begin: Sequence[Tensor], rows: Sequence[Tensor], rest: Sequence[Any]
 ) -> list[Tensor | None]:
     """The same, one row after the other."""
+    return _row_by_row(Retrace(body).run, begin, rows, rest)
+
+
+def _row_by_row(
+    run: Callable[..., Any], begin: Sequence[Tensor], rows: Sequence[Tensor], rest: Sequence[Any]
+) -> list[Tensor | None]:
     carried, results = list(begin), []
     for k in range(int(rows[0].shape[0])):
-        found = Retrace(body).run(*carried, *(x.select(0, k) for x in rows), *rest)
+        found = run(*carried, *(x.select(0, k) for x in rows), *rest)
         carried = list(found[: len(begin)])
         results.append(found[len(begin) :])
     return [*carried, *(torch.stack(x) for x in zip(*results, strict=True))]
+
+
+def with_plain_loops(module: GraphModule) -> GraphModule:
+    """A Dynamo graph whose scans run row by row, as the loops that they stand for; the graph, if it has none.
+
+    PyTorch's own `scan` compiles its body when it is called, and has wrong gradients on 2.11 for a second
+    length.
+    """
+    if not any(n.target is SCAN for n in module.graph.nodes):
+        return module
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        if node.target is SCAN:
+            node.target = _row_by_row
+    return GraphModule(module, graph)
 
 
 def _recurrence(

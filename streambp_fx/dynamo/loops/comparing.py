@@ -24,6 +24,7 @@ from ...checking.self_check import RTOL
 from ...checking.short_steps import VANISHING, Outcome, differences, run
 from ...errors import held_warnings, warn
 from ...passes.graph.facts import expression
+from ...passes.s1_capture.loops.scans import with_plain_loops
 from ..this_backend import MARK
 from .effects import NotComparable, compare_effects
 from .inlining import SCAN
@@ -303,27 +304,13 @@ def _is_finite(outcome: Outcome) -> bool:
 
 
 class _Call:
-    """Runs a graph on those of some values that are its inputs; scans row by row."""
+    """Runs a graph on those of some values that are its inputs."""
 
     def __init__(self, module: GraphModule, positions: Sequence[int]) -> None:
-        self.module, self.positions = module, positions
+        self.module, self.positions = with_plain_loops(module), positions
 
     def __call__(self, *values: Any) -> Any:
-        return _RowByRow(self.module).run(*(values[k] for k in self.positions))
-
-
-class _RowByRow(Interpreter):
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As it is, but for a scan."""
-        if target is not SCAN:
-            return super().call_function(target, args, kwargs)
-        body, begin, rows, rest = args
-        carried, made = list(begin), []
-        for k in range(rows[0].shape[0]):
-            found = list(body(*carried, *(x[k] for x in rows), *rest))
-            carried = found[: len(begin)]
-            made.append(found[len(begin) :])
-        return [*carried, *map(torch.stack, zip(*made, strict=True))]
+        return Interpreter(self.module).run(*(values[k] for k in self.positions))
 
 
 def _unchanged(call: _Call, values: Sequence[Any]) -> frozenset[int]:

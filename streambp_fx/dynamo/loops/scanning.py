@@ -30,7 +30,9 @@ def fits(
             count = value.shape[dim]
         if value.shape[dim] != count:
             return False
-    return bool(read) and all(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(carried))
+    return len(read) > 0 and all(
+        isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(carried)
+    )
 
 
 def scan(
