@@ -222,6 +222,8 @@ def refuse_effects_of(body: LoopBody, operands: Sequence[Tensor]) -> None:
     """
     if any(n.op in ("get_attr", "call_module") for n in body.module.graph.nodes):
         raise LoopNotUnderstood("holds tensors or graphs of its own")
+    if any(n.op == "call_function" and n.is_impure() for n in body.module.graph.nodes):
+        raise LoopNotUnderstood("switches gradients, autocast or another mode in its body")
     try:
         with _disable_current_modes(), FakeTensorMode():
             rows, begin, rest = body.split(_few_of(operands))

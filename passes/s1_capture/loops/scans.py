@@ -99,13 +99,19 @@ def with_plain_loops(module: GraphModule) -> GraphModule:
     PyTorch's own `scan` compiles its body when it is called, and has wrong gradients on 2.11 for a second
     length.
     """
-    if not any(n.target is SCAN for n in module.graph.nodes):
+    parts = [(n, m) for n, m in module.named_children() if isinstance(m, GraphModule)]
+    plain = {n: with_plain_loops(m) for n, m in parts}
+    if not any(n.target is SCAN for n in module.graph.nodes) and all(plain[n] is m for n, m in parts):
         return module
-    graph = copy.deepcopy(module.graph)
-    for node in graph.nodes:
+    made = GraphModule(module, copy.deepcopy(module.graph))
+    for node in made.graph.nodes:
         if node.target is SCAN:
             node.target = _row_by_row
-    return GraphModule(module, graph)
+    for name, part in plain.items():
+        if hasattr(made, name):  # what no node calls is left out
+            setattr(made, name, part)
+    made.recompile()
+    return made
 
 
 def _recurrence(

@@ -133,6 +133,9 @@ class _Analysis:
             raise NotAStep("it assigns the loop's variable")
         if not all(isinstance(s, (ast.If, ast.For, ast.While)) for s in around(self.tree.body, self.loop)):
             raise NotAStep("it stands in a statement that may catch an error or end something")
+        outer = (n for s in around(self.tree.body, self.loop) for n in ast.walk(s))
+        if any(isinstance(n, (ast.Break, ast.Continue)) for n in outer):
+            raise NotAStep("it stands in a loop that may end early")
         if any(isinstance(n, ast.Compare) and _is_identity(n) for s in self.loop.body for n in ast.walk(s)):
             raise NotAStep("it asks which object a value is")
         if {"super", "next"} & {n.id for n in names_in(self.loop.body)}:
@@ -291,11 +294,14 @@ def is_join(node: ast.AST, name: str) -> bool:
 
 
 def _is_fresh(value: ast.expr) -> bool:
-    """True for `torch.zeros(...)`, `torch.zeros_like(...)` and their like."""
+    """True for `torch.zeros(...)`, `torch.zeros_like(...)`, `x.new_zeros(...)` and their like."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return False
-    is_torch = isinstance(value.func.value, ast.Name) and value.func.value.id == "torch"
-    return is_torch and value.func.attr in FRESH and all(k.arg in ("dtype", "device") for k in value.keywords)
+    if any(k.arg not in ("dtype", "device") for k in value.keywords):
+        return False
+    if isinstance(value.func.value, ast.Name) and value.func.value.id == "torch":
+        return value.func.attr in FRESH
+    return value.func.attr in {f"new_{n}" for n in NEW}
 
 
 def _is_identity(node: ast.Compare) -> bool:

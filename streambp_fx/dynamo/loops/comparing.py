@@ -29,6 +29,8 @@ from ..this_backend import MARK
 from .effects import NotComparable, compare_effects
 from .inlining import SCAN
 from .record import LoopRecord, names_of_inputs, recorded
+from .revealing import Revealing
+from .trials import ENOUGH, TRIALS, Trial, drawn, ordinary, same_random_numbers
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ log = logging.getLogger(__name__)
 ROWS = (6, 7, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 128)
 # Most rows of a loop that always has as many.
 MOST = 64
-# Of a tensor so many elements are looked at, to see whether it is one number all over.
-SAMPLE = 1024
+# By how much more the functions of `Revealing` may enlarge rounding.
+ROUGH = 100
 
 
 def with_compared_loops(frame: Any, compiled: Callable[[], ConvertFrameReturn]) -> ConvertFrameReturn:
@@ -209,7 +211,7 @@ class _Scanned:
             NotComparable: something that has rows is not among them.
         """
         pairs = list(zip(self.placeholders, self.inputs, strict=True))
-        short = {id(v): self._rows(n, v, 0) for n, v in pairs if self._is_long(n, v)}
+        short = {id(v): self._rows(n, v) for n, v in pairs if self._is_long(n, v)}
         missing = set(short)
 
         def replaced(value: Tensor) -> Tensor:
@@ -225,29 +227,28 @@ class _Scanned:
     def _is_long(self, node: Node, value: Any) -> bool:
         return isinstance(value, Tensor) and self._shape(node) != list(value.shape)
 
-    def _rows(self, node: Node, value: Tensor, trial: int) -> Tensor:
+    def _rows(self, node: Node, value: Tensor, spread: bool = False) -> Tensor:
         """A few rows: the first ones, or some from the first to the last."""
         found = value.detach()
         for dim, count in enumerate(self._shape(node)):
             size = value.shape[dim]
             if count != size:
-                last = size - 1 if trial or count > size else count - 1
+                last = size - 1 if spread or count > size else count - 1
                 places = torch.linspace(0, last, count, dtype=torch.float64, device=value.device).long()
                 found = found.index_select(dim, places)
         return found.clone().requires_grad_(value.requires_grad)
 
-    def _given(self, unrolled: _Unrolled, trial: int) -> dict[str, Any]:
+    def _given(self, unrolled: _Unrolled, trial: Trial) -> dict[str, Any]:
         """Inputs of both graphs by their expression."""
         found: dict[str, Any] = dict(zip(unrolled.names, unrolled.inputs, strict=True))
         for name, node, value in zip(self.names, self.placeholders, self.inputs, strict=True):
             if isinstance(value, Tensor):
-                found[name] = self._rows(node, value, trial) if self._is_long(node, value) else value
+                found[name] = self._rows(node, value, trial.spread) if self._is_long(node, value) else value
             else:
                 size = node.meta.get("example_value")
                 found[name] = self._size(size) if isinstance(size, torch.SymInt) else value
-        return {
-            name: _ordinary(v, k) if isinstance(v, Tensor) else v for k, (name, v) in enumerate(found.items())
-        }
+        change = drawn if trial.draws else ordinary
+        return {n: change(v, k) if isinstance(v, Tensor) else v for k, (n, v) in enumerate(found.items())}
 
     # ---- comparing
 
@@ -258,8 +259,11 @@ class _Scanned:
             NotComparable: there is nothing finite to compare.
         """
         compared = 0
-        for trial in (0, 1):
-            expected, found, rtol = self._both(unrolled, trial)
+        for trial in TRIALS:
+            try:
+                expected, found, rtol = self._both(unrolled, trial)
+            except _DrawnInVain:
+                continue
             if len(expected.outputs) != len(found.outputs):
                 return "a step of it gives another number of results than the loop"
             if not _is_finite(expected):
@@ -268,13 +272,18 @@ class _Scanned:
             floor = VANISHING * expected.total
             worst = max(differences(expected, found), key=lambda d: d.relative(floor), default=None)
             if worst is not None and not worst.relative(floor) <= rtol:
-                return f"a step of it does not give what the loop gives: {worst.what} differs"
-        if not compared:
+                where = f" {trial.words}" if trial.words else ""
+                return f"a step of it does not give what the loop gives: {worst.what} differs{where}"
+        if compared < ENOUGH:
             raise NotComparable("its results on a few rows are not finite")
         return None
 
-    def _both(self, unrolled: _Unrolled, trial: int) -> tuple[Outcome, Outcome, float]:
-        """What the loop gives and what the scan gives, and by how much they may differ."""
+    def _both(self, unrolled: _Unrolled, trial: Trial) -> tuple[Outcome, Outcome, float]:
+        """What the loop gives and what the scan gives, and by how much they may differ.
+
+        Raises:
+            _DrawnInVain: the loop does not run on the numbers that were drawn.
+        """
         assert unrolled.module is not None
         given = self._given(unrolled, trial)
         values, order = list(given.values()), {name: k for k, name in enumerate(given)}
@@ -282,12 +291,24 @@ class _Scanned:
         found: list[Outcome] = []
         for module, names in ((unrolled.module, unrolled.names), (self.module, self.names)):
             call = _Call(module, [order[n] for n in names])
-            with _same_random_numbers(tensors):
-                found.append(run(call, values, _unchanged(call, values)))
-        dtypes = {v.dtype for o in found for v in o.outputs if isinstance(v, Tensor)} | {
-            v.dtype for v in tensors
-        }
-        return found[0], found[1], max((RTOL[d] for d in dtypes if d in RTOL), default=RTOL[torch.float32])
+            mode = Revealing() if trial.reveals else contextlib.nullcontext()
+            try:
+                with same_random_numbers(tensors):
+                    whole = _unchanged(call, values)
+                    with mode:
+                        found.append(run(call, values, whole, wanted=() if trial.reveals else None))
+            except Exception as error:
+                if trial.draws and not found:
+                    raise _DrawnInVain from error
+                raise
+        compared = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+        compared += [v for outcome in found for v in outcome.outputs if isinstance(v, Tensor)]
+        rtol = max((RTOL[v.dtype] for v in compared if v.dtype in RTOL), default=RTOL[torch.float32])
+        return found[0], found[1], min(rtol * ROUGH, 0.1) if trial.reveals else rtol
+
+
+class _DrawnInVain(Exception):
+    pass
 
 
 def _lengths(module: GraphModule) -> Iterator[Any]:
@@ -321,29 +342,3 @@ def _unchanged(call: _Call, values: Sequence[Any]) -> frozenset[int]:
         call(*fakes)
     kept = (k for k, v in enumerate(fakes) if isinstance(v, Tensor) and not v._version)
     return frozenset(k for k in kept if isinstance(values[k], torch.nn.Parameter))
-
-
-@contextlib.contextmanager
-def _same_random_numbers(values: Sequence[Tensor]) -> Iterator[None]:
-    cuda = sorted({v.device.index or 0 for v in values if v.is_cuda})
-    with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(0)
-        yield
-
-
-@torch.no_grad()
-def _ordinary(value: Tensor, seed: int) -> Tensor:
-    """The tensor; one that is mostly one number (weights that begin as zeros) with something added.
-
-    Else a wrong step might not be seen: a factor of zero hides it.
-    """
-    if not value.is_floating_point() or not value.numel():
-        return value
-    entries = value.detach().reshape(-1)[:: max(1, value.numel() // SAMPLE)]
-    if value.numel() > 1 and (entries == entries.mode().values).double().mean() < 0.5:
-        return value
-    drawn = torch.rand(
-        value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu"
-    )
-    added = (drawn * 0.2 + 0.05).to(value.device, value.dtype)
-    return (value.detach() + added).requires_grad_(value.requires_grad)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFunctionVariable
 
 from ..this_backend import MARK, is_ours
+from .closed import refuse_open, watch_bodies
 from .record import current_record
-from .rewriting import with_scans
+from .rewriting import BODY, with_scans
 
 SCAN = getattr(torch.ops.higher_order, "scan", None)
 # What is traced in the place of a function.
@@ -39,11 +40,20 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
     if getattr(original, MARK, False):
         return
 
+    watch_bodies()
+
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         other = _stand_ins.get(func.fn) if isinstance(func, UserFunctionVariable) else None
         if other is not None and is_ours(parent.output.compiler_fn):
             return original(parent, func.clone(fn=other), *args, **kwargs)
+        if is_body(func) and (record := current_record()) is not None:
+            refuse_open(func, parent.output.side_effects)
+            record.in_body += 1
+            try:
+                return original(parent, func, *args, **kwargs)
+            finally:
+                record.in_body -= 1
         made = _with_scans(parent, func)
         if made is None:
             return original(parent, func, *args, **kwargs)
@@ -64,6 +74,13 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
 
     setattr(inline_call, MARK, True)
     InliningInstructionTranslator.inline_call = classmethod(inline_call)  # type: ignore[assignment, method-assign]
+
+
+def is_body(function: Any) -> bool:
+    """True for the body of a loop that is traced as a scan."""
+    return isinstance(function, NestedUserFunctionVariable) and bool(
+        BODY.fullmatch(function.get_code().co_name)
+    )
 
 
 def _check(output: Any, refuse: Callable[..., Any]) -> bool:

@@ -124,6 +124,12 @@ def around(body: list[ast.stmt], loop: ast.stmt) -> list[ast.stmt]:
 
 def assigned(name: str, statement: ast.stmt) -> ast.expr | None:
     """What `name = value` or `name, other = value, another` assigns to one name, and to no other."""
+    if isinstance(statement, ast.AnnAssign):
+        return (
+            statement.value
+            if isinstance(statement.target, ast.Name) and statement.target.id == name
+            else None
+        )
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     target, value = statement.targets[0], statement.value

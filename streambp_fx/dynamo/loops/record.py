@@ -23,6 +23,7 @@ class LoopRecord:
         unrolls_all: no loop is taken for a step.
         refused: code whose loops are unrolled, and why.
         taken: code with loops that were taken for steps and that has yet to be compared with them.
+        in_body: within how many bodies of scans the trace is.
         unrolled: file, line and reason of each loop that is unrolled.
         graph: what was traced last, its inputs and the expressions of these.
     """
@@ -30,6 +31,7 @@ class LoopRecord:
     unrolls_all: bool = False
     refused: dict[CodeType, str] = field(default_factory=dict)
     taken: set[CodeType] = field(default_factory=set)
+    in_body: int = 0
     unrolled: dict[str, None] = field(default_factory=dict)
     graph: tuple[GraphModule, Sequence[Any], list[str]] | None = None
 

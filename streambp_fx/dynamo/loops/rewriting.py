@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dis
 import functools
+import re
 from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from .source import source_of
 
 PREFIX = "_streambp_"
 _MODULE = f"{PREFIX}scanning"
+BODY = re.compile(rf"{PREFIX}\d+_body")
 _LOOP = dis.opmap["FOR_ITER"]
 
 

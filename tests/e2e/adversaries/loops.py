@@ -441,6 +441,99 @@ def a_count_that_is_asked_once(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 
 @block(WHATEVER)
+def a_generator_in_a_function(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    factors = (0.5 if k < 10 else 0.9 for k in range(1000))
+    h, made = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.lin(x[:, t]) + h * following(factors))
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+def following(numbers: Any) -> float:
+    return next(numbers)
+
+
+@block(WHATEVER)
+def a_counter_on_a_tensor(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = numbered(torch.tanh(m.lin(x[:, t]) + h * (0.5 if getattr(h, "number", 0) < 10 else 0.9)), h)
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+def numbered(new: Tensor, old: Tensor) -> Tensor:
+    new.number = getattr(old, "number", 0) + 1  # type: ignore[attr-defined]
+    return new
+
+
+@block(WHATEVER)
+def a_first_row_that_does_not_show_yet(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    first = torch.zeros_like(x[:, 0])
+    h, made = first, []
+    for t in range(x.shape[1]):
+        more = torch.relu(m.decay - 1.0) if is_other(h, first) else 0.0
+        h = torch.tanh(m.lin(x[:, t]) + 0.5 * h + more)
+        made.append(h)
+    with torch.no_grad():
+        m.decay.add_(0.7)
+    return x + torch.stack(made, 1)
+
+
+def is_other(a: Tensor, b: Tensor) -> bool:
+    return a is not b
+
+
+@block(f"{WHATEVER}|{REFUSED}")
+def where_a_row_lies(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y, h, made = x * 1.0, torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        row = y[:, t]
+        h = m.lin(row) + h * (0.5 if row.storage_offset() < 10 * WIDTH else 0.9)
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+@block(WHATEVER)
+def a_function_without_gradients(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = gate_of(m, x[:, t]) * h + m.lin(x[:, t])
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+@torch.no_grad()
+def gate_of(m: Subject, row: Tensor) -> Tensor:
+    return torch.sigmoid(m.lin2(row))
+
+
+@block(WHATEVER)
+def rows_that_are_changed_after_it(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y, h, made = x + 1.0, torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = m.lin(x[:, t]) + 0.5 * h
+        made.append(y[:, t])
+    y[ids == 3] = 0.0
+    return x + torch.stack(made, 1) + h[:, None]
+
+
+@block(WHATEVER)
+def an_outer_loop_that_ends_early(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    last, h, made = x[:, 0], torch.zeros_like(x[:, 0]), []
+    for k in range(2):
+        for t in range(x.shape[1]):
+            last = m.lin(x[:, t])
+            h = h * 0.5 + last
+        if k == 1:
+            break
+        last = torch.zeros_like(last)
+        made.append(h)
+    return x + torch.stack(made, 1) * last[:, None]
+
+
+@block(WHATEVER)
 def rows_of_a_list(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     h, made = x.new_zeros(x.shape[0], WIDTH), []
     rows = list(x.transpose(0, 1))

@@ -1,0 +1,157 @@
+"""What the body of a loop may know of: numbers, and Python values that no row changes.
+
+NOTE [closed bodies]: a scan traces the body for one row, and the comparison with the loop sees six. Both say
+nothing of a seventh row if the body hears of which row it is from something else than numbers: an iterator
+that a function takes the next of, a counter that it hangs on a tensor, where a row lies in memory. So the
+body may refer to what cannot change within it (constants, parameters, modules, functions, containers of
+these; Dynamo refuses changes of objects from outside of a body), it may ask of tensors what is the same
+for all rows, and it may not set attributes of tensors. These are lists of what is allowed: what is missing
+in them costs a loop that is unrolled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._dynamo import variables as kinds
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import BaseUserFunctionVariable, NestedUserFunctionVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedVariable
+
+from ..this_backend import MARK
+from .record import current_record
+
+# What may be asked of a tensor and is no tensor: the same for all rows.
+ASKED = {
+    *(
+        "shape",
+        "size",
+        "ndim",
+        "dim",
+        "ndimension",
+        "dtype",
+        "device",
+        "layout",
+        "numel",
+        "nelement",
+        "__len__",
+    ),
+    *("is_floating_point", "is_complex", "is_cuda", "is_meta", "is_sparse", "is_quantized"),
+    *("element_size", "__class__", "names"),
+}
+NUMBERS = (TensorVariable, kinds.SymNodeVariable)
+# Kinds that have a source (they are there before the forward, and Dynamo guards changes of them) or no state.
+FIXED = (
+    kinds.ConstantVariable,
+    kinds.BuiltinVariable,
+    kinds.PythonModuleVariable,
+    kinds.TorchInGraphFunctionVariable,
+    kinds.NNModuleVariable,
+    UserDefinedClassVariable,
+)
+
+
+class NotClosed(Exception):
+    """A body knows of something that may be another thing for each row."""
+
+
+def refuse_open(body: Any, effects: SideEffects) -> None:
+    """See to it that the function of a body refers to nothing that may change from row to row.
+
+    Args:
+        body: what Dynamo knows of the function.
+        effects: of the trace.
+
+    Raises:
+        NotClosed: it does.
+    """
+    seen: set[int] = set()
+    pending = [body]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, kinds.LazyVariableTracker):
+            value = value.realize()
+        if id(value) not in seen:
+            seen.add(id(value))
+            pending += _within(value, effects)
+
+
+def _within(value: VariableTracker, effects: SideEffects) -> Iterator[VariableTracker]:
+    """The values that one leads to."""
+    yield from effects.store_attr_mutations.get(value, {}).values()
+    if isinstance(value, NestedUserFunctionVariable):
+        for cell in value.closure.items if value.closure else ():  # type: ignore[attr-defined]
+            try:
+                yield effects.load_cell(cell)
+            except Exception:  # nothing is in it yet
+                continue
+    elif isinstance(value, BaseListVariable):
+        yield from value.items
+    elif isinstance(value, kinds.ConstDictVariable):
+        yield from value.items.values()
+    elif isinstance(value, UserDefinedVariable) and not isinstance(value, UserDefinedClassVariable):
+        if value.source is None:
+            raise NotClosed(f"it reads an object that was made for this call ({type(value).__name__})")
+    elif isinstance(value, kinds.UserMethodVariable):
+        yield value.obj
+    elif isinstance(value, BaseUserFunctionVariable):
+        if value.source is None:
+            raise NotClosed("it calls a function that was made for this call")
+    elif not isinstance(value, (*NUMBERS, *FIXED)) and not value.is_python_constant():
+        raise NotClosed(f"it reads a value that may change from row to row ({type(value).__name__})")
+
+
+def watch_bodies() -> None:
+    """From now on what a body asks of tensors is looked at, in frames whose loops are read."""
+    if getattr(TensorVariable.call_method, MARK, False):
+        return
+    for kind, name in ((TensorVariable, "call_method"), (TensorVariable, "var_getattr")):
+        setattr(kind, name, _asked(getattr(kind, name), lambda self, tx, asked, *_: asked))
+    function = kinds.TorchInGraphFunctionVariable
+    function.call_function = _asked(  # type: ignore[method-assign]
+        function.call_function,
+        lambda self, tx, given, *_: self.value.__name__ if _has_tensor(given) else None,
+    )
+    SideEffects.store_attr = _stored(SideEffects.store_attr)  # type: ignore[method-assign]
+
+
+def _has_tensor(values: Any) -> bool:
+    return any(isinstance(v, TensorVariable) for v in values)
+
+
+def _asked(original: Callable[..., Any], name_of: Callable[..., str | None]) -> Callable[..., Any]:
+    """A method that answers what is asked of a tensor, given `self` and `tx`."""
+
+    @functools.wraps(original)
+    def answered(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, tx, *args, **kwargs)
+        if _is_in_body(tx.output) and isinstance(found, VariableTracker) and found.is_python_constant():
+            name = name_of(self, tx, *args)
+            if name is not None and name not in ASKED:
+                raise NotClosed(f"asks a tensor for its {name}, which may be another for each row")
+        return found
+
+    setattr(answered, MARK, True)
+    return answered
+
+
+def _stored(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def store_attr(self: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(item, TensorVariable) and _is_in_body(self.output_graph_weakref()):
+            raise NotClosed(f"sets the attribute {name} of a tensor")
+        original(self, item, name, *args, **kwargs)
+
+    return store_attr
+
+
+def _is_in_body(output: Any) -> bool:
+    """True while Dynamo traces the body of a scan."""
+    record = current_record()
+    tracer = getattr(output, "current_tracer", None)
+    return record is not None and record.in_body > 0 and getattr(tracer, "parent", None) is not None
