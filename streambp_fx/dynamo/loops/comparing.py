@@ -85,9 +85,8 @@ def _why_not(frame: Any, found: ConvertFrameReturn, record: LoopRecord) -> str |
         return f"a step of it cannot be compared with the loop: {error}"
     except Exception as error:
         log.info("loops could not be compared", exc_info=True)
-        return f"a step of it cannot be compared with the loop: {type(error).__name__}: {error}".split("\n")[
-            0
-        ]
+        first = str(error).split("\n")[0]
+        return f"a step of it cannot be compared with the loop: {type(error).__name__}: {first}"
 
 
 @dataclass
@@ -167,9 +166,10 @@ class _Scanned:
 
     @property
     def is_abstract(self) -> bool:
-        """True if its inputs have no numbers: nothing is computed with it."""
+        """True if its parameters have no numbers: nothing is computed with it."""
         tensors = [v for v in self.inputs if isinstance(v, Tensor)]
-        return any(isinstance(v, FakeTensor) or v.device.type == "meta" for v in tensors)
+        own = [v for v in tensors if isinstance(v, torch.nn.Parameter)] or tensors
+        return all(isinstance(v, FakeTensor) or v.device.type == "meta" for v in own)
 
     # ---- sizes
 

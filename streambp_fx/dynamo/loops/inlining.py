@@ -13,7 +13,7 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFunctionVariable
 
 from ..this_backend import MARK, is_ours
-from .closed import refuse_open, watch_bodies
+from .closed import NotClosed, refuse_open, watch_bodies
 from .record import current_record
 from .rewriting import BODY, with_scans
 
@@ -49,6 +49,7 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
             return original(parent, func.clone(fn=other), *args, **kwargs)
         if is_body(func) and (record := current_record()) is not None:
             refuse_open(func, parent.output.side_effects)
+            record.bodies += 1
             record.in_body += 1
             try:
                 return original(parent, func, *args, **kwargs)
@@ -59,9 +60,12 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
             return original(parent, func, *args, **kwargs)
         record = current_record()
         assert record is not None
+        bodies = record.bodies
         try:
             found = original(parent, made, *args, **kwargs)
             if _check(parent.output, refuse):
+                if record.bodies == bodies:
+                    raise NotClosed("its body was not seen")
                 record.taken.add(func.get_code())
             return found
         except RestartAnalysis:

@@ -24,6 +24,7 @@ class LoopRecord:
         refused: code whose loops are unrolled, and why.
         taken: code with loops that were taken for steps and that has yet to be compared with them.
         in_body: within how many bodies of scans the trace is.
+        bodies: how many have been looked at.
         unrolled: file, line and reason of each loop that is unrolled.
         graph: what was traced last, its inputs and the expressions of these.
     """
@@ -32,6 +33,7 @@ class LoopRecord:
     refused: dict[CodeType, str] = field(default_factory=dict)
     taken: set[CodeType] = field(default_factory=set)
     in_body: int = 0
+    bodies: int = 0
     unrolled: dict[str, None] = field(default_factory=dict)
     graph: tuple[GraphModule, Sequence[Any], list[str]] | None = None
 
