@@ -171,14 +171,20 @@ def plain_body(module: GraphModule, devices: set[torch.device]) -> GraphModule:
         if given:
             own = lambda x: device if isinstance(x, torch.device) else x  # noqa: E731
             node.args, node.kwargs = tree_map(own, node.args), tree_map(own, dict(node.kwargs))
-    graph.eliminate_dead_code()
+    for node in reversed(graph.nodes):  # and nothing else that nobody reads: it may be a change in place
+        if _is_copy(node) and not node.users:
+            graph.erase_node(node)
     return GraphModule(module, graph)
 
 
 def _before_copies(node: Node) -> Node:
-    while node.target in ("clone", torch.clone) and len(node.args) == 1:
+    while _is_copy(node) and len(node.args) == 1:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _is_copy(node: Node) -> bool:
+    return node.target in ("clone", torch.clone)
 
 
 def known_loop(body: LoopBody, operands: Sequence[Tensor]) -> str:
@@ -223,7 +229,7 @@ def refuse_effects_of(body: LoopBody, operands: Sequence[Tensor]) -> None:
     if any(n.op in ("get_attr", "call_module") for n in body.module.graph.nodes):
         raise LoopNotUnderstood("holds tensors or graphs of its own")
     if any(n.op == "call_function" and n.is_impure() for n in body.module.graph.nodes):
-        raise LoopNotUnderstood("switches gradients, autocast or another mode in its body")
+        raise LoopNotUnderstood("writes into something, or switches gradients, autocast or another mode")
     try:
         with _disable_current_modes(), FakeTensorMode():
             rows, begin, rest = body.split(_few_of(operands))

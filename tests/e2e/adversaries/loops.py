@@ -510,6 +510,20 @@ def gate_of(m: Subject, row: Tensor) -> Tensor:
 
 
 @block(WHATEVER)
+def a_function_that_changes_in_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    h, made = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = doubled(0.3 * h) + m.lin(x[:, t])
+        made.append(h)
+    return x + torch.stack(made, 1)
+
+
+def doubled(x: Tensor) -> Tensor:
+    x.mul_(2.0)
+    return x
+
+
+@block(WHATEVER)
 def rows_that_are_changed_after_it(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     y, h, made = x + 1.0, torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
