@@ -71,7 +71,11 @@ def refuse_open(body: Any, effects: SideEffects) -> None:
         NotClosed: it does.
     """
     seen: set[int] = set()
-    pending = [body]
+    # and objects with attributes that this forward has set: functions may come to them by other ways
+    pending = [
+        body,
+        *(x for x in effects.store_attr_mutations if isinstance(x, UserDefinedVariable) and x.source),
+    ]
     while pending:
         value = pending.pop()
         if isinstance(value, kinds.LazyVariableTracker):
