@@ -21,7 +21,7 @@ class LoopRecord:
 
     Attributes:
         unrolls_all: no loop is taken for a step.
-        refused: code whose loops are unrolled, and why.
+        refused: code whose loops are unrolled.
         taken: code with loops that were taken for steps and that has yet to be compared with them.
         in_body: within how many bodies of scans the trace is.
         bodies: how many have been looked at.
@@ -30,7 +30,7 @@ class LoopRecord:
     """
 
     unrolls_all: bool = False
-    refused: dict[CodeType, str] = field(default_factory=dict)
+    refused: set[CodeType] = field(default_factory=set)
     taken: set[CodeType] = field(default_factory=set)
     in_body: int = 0
     bodies: int = 0
@@ -38,13 +38,9 @@ class LoopRecord:
     graph: tuple[GraphModule, Sequence[Any], list[str]] | None = None
 
     def refuse(self, code: CodeType, why: str) -> None:
-        """From now on the loops of a function are unrolled."""
-        self.refused[code] = why
+        """From now on the loops of a function are unrolled, and it is noted why."""
+        self.refused.add(code)
         self.taken.discard(code)
-        self.tell(code, why)
-
-    def tell(self, code: CodeType, why: str) -> None:
-        """Note why loops of a function are unrolled."""
         self.unrolled[f"{code.co_filename}:{code.co_firstlineno}: {why}"] = None
 
 
