@@ -181,6 +181,7 @@ def test_verify_prints_tables(capsys, config):
         assert words in shown, words
 
 
+@pytest.mark.slow
 def test_verify_as_json_with_default_sizes(capsys, config):
     assert main(["verify", config, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

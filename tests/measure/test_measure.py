@@ -123,6 +123,7 @@ def test_a_run_for_both_takes_the_peak_from_the_first_step_only(what, seconds, p
     assert summary(results, what) == {"seconds": seconds, "peak_bytes": peak, "losses": [1.0, 0.9, 0.8]}
 
 
+@pytest.mark.slow
 @linux
 def test_the_worker_returns_json(config):
     spec = {"source": config, "mode": "eager", "seq_len": 8, "chunk": 8, "threads": 1}

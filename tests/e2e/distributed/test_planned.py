@@ -29,6 +29,7 @@ def check(cases: list[tuple[str, str, bool]], folder: Path) -> None:
                 assert found["said"] == expected, what
 
 
+@pytest.mark.slow
 def test_often(tmp_path: Path) -> None:
     check(OFTEN, tmp_path)
 

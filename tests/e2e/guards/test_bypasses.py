@@ -167,7 +167,7 @@ def transformed_wrapper() -> tuple[Any, Any]:
 WAYS = [compiled_before, compiled_after, compiled_in_place, function_around, transformed_wrapper]
 
 
-@pytest.mark.parametrize("way", sample(WAYS, compiled_before, compiled_after))
+@pytest.mark.parametrize("way", sample(WAYS, compiled_after))
 def test_streamed_under_another_compiler(way: Callable[[], tuple[Any, Any]]) -> None:
     want_loss, want = step(build("llama", num_hidden_layers=1), BATCH)
     model, call = way()
@@ -267,6 +267,7 @@ def test_evaluation_mode_is_said_if_it_is_differentiated() -> None:
     assert not found.streamed and found.unstreamed_steps == 3 and found.why_not == said
 
 
+@pytest.mark.slow
 def test_evaluation_mode_under_another_compiler() -> None:
     model = tiny().eval()
     call = torch.compile(model, backend="eager")
@@ -309,7 +310,7 @@ def test_a_compiler_that_is_switched_off(name: str | None, monkeypatch: pytest.M
             streambp_fx.explain(model, 64)
 
 
-@pytest.mark.parametrize("door", ["transform", "compile", "wrapper"])
+@pytest.mark.parametrize("door", sample(["transform", "compile", "wrapper"], "compile"))
 def test_warnings_name_the_line_of_the_user(door: str) -> None:
     """Not one of this project's, of PyTorch's or of transformers'."""
     model = build("llama", num_hidden_layers=1)
@@ -392,7 +393,7 @@ class Around(nn.Module):
         return self.wrapped(**given)
 
 
-@pytest.mark.parametrize("wrapper", [Around, nn.DataParallel])
+@pytest.mark.parametrize("wrapper", sample([Around, nn.DataParallel], Around))
 def test_status_of_a_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
     model = tiny()
     around = wrapper(model)
@@ -403,6 +404,7 @@ def test_status_of_a_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
     assert found.schedule is status(model).schedule is not None
 
 
+@pytest.mark.slow
 def test_status_after_it_was_restored() -> None:
     model = tiny()
     restore(model)

@@ -125,6 +125,7 @@ def test_dynamic_and_mode_are_accepted(dynamic: bool | None, mode: str) -> None:
     assert streambp_fx.schedule(model) is not None
 
 
+@pytest.mark.slow
 def test_in_place() -> None:
     eager = build("llama")
     model = copy.deepcopy(eager)

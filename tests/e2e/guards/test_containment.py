@@ -61,7 +61,7 @@ FAULTS = {"analysis": break_analysis, "chunk": break_chunk, "backward program": 
 
 
 @pytest.mark.parametrize("door", sample(["compile", "transform"], "compile"))
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sample(FAULTS, "chunk"))
 def test_a_fault_is_a_compile_error(fault: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raised in the forward, with the pass, the op, the model's line and a way out; the model is unharmed."""
     words = FAULTS[fault](monkeypatch)
@@ -84,7 +84,7 @@ def test_a_fault_is_a_compile_error(fault: str, door: str, monkeypatch: pytest.M
     model(**plain(2, 37)).loss.backward()
 
 
-@pytest.mark.parametrize("fault", sample(FAULTS, *list(FAULTS)[:2]))
+@pytest.mark.parametrize("fault", sample(FAULTS, "analysis"))
 def test_a_fault_is_a_warning(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and the step runs unstreamed, exactly."""
     words = FAULTS[fault](monkeypatch)

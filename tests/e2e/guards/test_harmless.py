@@ -81,6 +81,7 @@ def test_generate_is_bitwise_the_original(family: str, training: bool) -> None:
         assert got.equal(want)
 
 
+@pytest.mark.slow
 def test_training_after_inference() -> None:
     with in_double(LLAMA):
         eager, streamed = LLAMA(), transform(LLAMA())

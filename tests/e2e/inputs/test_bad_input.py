@@ -229,7 +229,7 @@ def test_an_error_of_the_model_is_not_hidden() -> None:
     assert loss.isfinite() and all(g is not None for g in got.values())
 
 
-@pytest.mark.parametrize("bad", [97, -1])
+@pytest.mark.parametrize("bad", [97, pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_token_outside_the_vocabulary_is_an_error(bad: int) -> None:
     batch = plain(2, 67)
     batch["input_ids"][1, 40] = bad

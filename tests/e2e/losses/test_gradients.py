@@ -43,7 +43,7 @@ def freeze(model: Any, trained: Any) -> Any:
 TIED = [(family, tied) for family in ("llama", "gemma2", "opt") for tied in (True, False)]
 
 
-@pytest.mark.parametrize(("family", "tied"), sample(TIED, ("llama", True), ("opt", False)))
+@pytest.mark.parametrize(("family", "tied"), sample(TIED, ("llama", True)))
 def test_tied_and_untied_embeddings(family: str, tied: bool) -> None:
     factory = functools.partial(build, family, tie_word_embeddings=tied)
     model = factory()
@@ -70,7 +70,6 @@ FREEZES = {
     sample(
         FREEZES,
         "all but the norms",
-        "keys and values",
     ),
 )
 def test_frozen_parameters(which: str) -> None:

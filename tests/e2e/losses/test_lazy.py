@@ -240,6 +240,7 @@ def test_after_the_weights_have_changed_they_are_an_error() -> None:
         output.logits.argmax(-1)
 
 
+@pytest.mark.slow
 def test_keep_stores_them() -> None:
     pair = Pair(logits="keep")
     want, got = pair.outputs()

@@ -148,6 +148,7 @@ def test_the_peak_is_deterministic() -> None:
     assert (first.peak, first.widest) == (second.peak, second.widest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sample(CASES, *RUN))
 def test_eager_breaks_these_bounds(case: str) -> None:
     """The bounds above can be broken: eager breaks them."""

@@ -248,6 +248,7 @@ def llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config).double().train()
 
 
+@pytest.mark.slow
 def test_text_with_pictures() -> None:
     """A model of transformers: two pictures in two samples, one of which has padding behind its text."""
     ids = torch.randint(1, 96, (2, 45))

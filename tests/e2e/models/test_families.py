@@ -88,6 +88,7 @@ def test_one_sample(family: str) -> None:
     assert_all_chunked(streamed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(FAMILIES, "falcon"))
 def test_float32(family: str) -> None:
     factory = functools.partial(build, family, dtype=torch.float32)

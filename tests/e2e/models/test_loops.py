@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from adversaries.loops import Layer
+from adversaries.loops.parts import Layer
 from e2e_check import CHUNK, assert_all_chunked, compare, transform
 from e2e_memory import live
 from e2e_models import VOCAB, padded, plain, sample

@@ -113,7 +113,8 @@ def test_others_compile_the_function_itself() -> None:
     assert targets and not any("recurrence" in t for t in targets)
 
 
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
 def test_the_peak_is_predicted(family: str) -> None:
     """To a hundredth, where a chunk is a whole number of the blocks that the function has."""
     model, given = build(family), batch(1024, (0,))

@@ -130,7 +130,6 @@ CASES = [(name, way, shared) for name, way in dict.fromkeys(EACH) for shared in 
 KEPT = (
     ("buckets", fused, True),
     ("slopes", lowest, False),
-    ("a network", added, True),
 )
 
 
