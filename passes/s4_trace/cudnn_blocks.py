@@ -15,7 +15,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 #: Rows and columns of blocks for cuDNN are multiples of it.
-MULTIPLE = 128
+MULTIPLE = 128  # as TILE in `passes.step.row_chunks`, which cuts chunks so that most blocks do
 
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
 _LIBRARY.define(

@@ -2,6 +2,9 @@
 
 instructions   what a step is made of: buffers, loops over chunks, calls of chunk programs
 build          the instructions of a segment's forward, backward and loss
+buffer_states  what the checker knows of the rows of each buffer
 checker        proves of such a procedure that nothing is read before it is written, and so on
+row_chunks     into which chunks the rows of a sequence are cut
+saving         what is saved of each chunk: for which price, in which share of the rows
 text           a procedure for people to read
 """

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..passes.graph.facts import Facts
+from ..passes.step.row_chunks import split_rows
 from ..probing.probe import IndependenceProbe
-from ..runtime.segments.owned_buffers import split_rows
 from .first_wrong_op import Blame
 from .short_inputs import ShortSizes
 

@@ -39,8 +39,7 @@ from .held_bytes import (
     Moment,
     Sizes,
 )
-from .programs import Call as ChunkCost
-from .programs import ProgramCosts
+from .programs import ChunkCost, ProgramCosts
 
 CAUSE_OF = {
     BufferKind.STATE: STATE,
@@ -101,21 +100,21 @@ class ProcedureWalk:
         ((loop, run),) = within.call.procedure.runs()
         return self.cost.calls_of(within.runner, run, self.sizes, loop.share)
 
-    def _roll(self, within: _Bound, start: Any) -> None:
-        """State gradients have from now on the columns of the chunk that begins at a row."""
+    def _roll(self, within: _Bound, chunk: ChunkCost | None) -> None:
+        """State gradients have from now on the columns of a chunk; None: of any, if sizes are symbols."""
         ((loop, _),) = within.call.procedure.runs()
         for roll in (i for i in loop.body if isinstance(i, Roll)):
-            size = self.cost.bytes_of_columns(within.runner, roll.buffer, self.sizes, start)
+            size = self.cost.bytes_of_columns(within.runner, roll.buffer, self.sizes, chunk)
             self.ledger.hold(within.key(roll.buffer), STATE_GRADIENTS, size)
 
     def _one_chunk(self, within: _Bound, chunk: ChunkCost, following: _Bound | None) -> Iterator[Moment]:
         """A chunk in one of several segments: its rows, and what is kept of it, stay until its backward."""
         procedure, index = within.call.procedure, within.call.segment
         (_, run), cause = next(procedure.runs()), self.cause_of_programs(within.runner.segment)
-        self._roll(within, chunk.start)
+        self._roll(within, chunk)
         held = self.ledger.bytes((cause, chunk.peak))
         yield Moment(within.phase, index, chunk.chunk, run.program, held, chunk.work)
-        rows = self.cost.bytes_of_rows(within.runner, self.sizes, chunk.start)
+        rows = self.cost.bytes_of_rows(within.runner, self.sizes, chunk)
         if procedure.name == "backward":  # the gradient goes on, and nothing else is left of the chunk
             self.ledger.drop((index, "rows"), (index, "kept"), (index, "gradient"))
         if procedure.name == "again":

@@ -33,11 +33,11 @@ SAMPLE = 64
 
 
 @dataclass(frozen=True)
-class Call:
+class ChunkCost:
     """A program called on one chunk.
 
     Attributes:
-        chunk, start: which chunk, and its first row; with sizes that are symbols, the last one.
+        chunk, start, rows: which chunk, its first row, how many; with sizes that are symbols, the last one.
         peak: bytes that the call makes at once.
         saved: bytes that it saves; with sizes that are symbols, those of all chunks.
         work: what it computes and moves; with sizes that are symbols, the operations of all chunks alone.
@@ -45,6 +45,7 @@ class Call:
 
     chunk: int
     start: Any
+    rows: Any
     peak: Any
     work: Work
     saved: Any
@@ -70,7 +71,7 @@ class ProgramCosts:
         self.devices = 1  # over which the rows of each sequence are distributed
         self._programs: dict[Any, ProgramCost] = {} if known is None else known._programs
         self._counted: tuple | None = None
-        self._calls_of: dict[Any, list[Call]] = {}
+        self._calls_of: dict[Any, list[ChunkCost]] = {}
         self._numbers: dict[sympy.Expr, tuple[Callable[..., Any], list[sympy.Symbol]]] = (
             {} if known is None else known._numbers
         )
@@ -106,33 +107,28 @@ class ProgramCosts:
             return size // rows * read
         return size / rows * (most / self.devices if before is None else before)
 
-    def bytes_of_columns(self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes, start: Any) -> Any:
+    def bytes_of_columns(
+        self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes, chunk: ChunkCost | None
+    ) -> Any:
         """Bytes of what a chunk reads of a state gradient whose columns a window bounds.
 
         Args:
-            start: first row of the chunk; it is a number if the sizes are.
+            chunk: the chunk, if the sizes are numbers; with symbols any of full length is meant.
         """
         assert buffer.node is not None and runner.segment.window is not None
         size = self.bytes_of_buffer(buffer, sizes)
         rows, behind = sizes.tokens - runner.segment.removed, int(runner.segment.window) - 1
-        if sizes.symbolic:
+        if sizes.symbolic or chunk is None:
             return size / rows * (sizes.chunk + behind)
-        return size // rows * (self._rows_from(rows, sizes, start) + min(start, behind))
+        return size // rows * (chunk.rows + min(chunk.start, behind))
 
-    def bytes_of_rows(self, runner: SegmentRunner, sizes: Sizes, start: Any) -> Any:
+    def bytes_of_rows(self, runner: SegmentRunner, sizes: Sizes, chunk: ChunkCost) -> Any:
         """Bytes of the rows of a chunk that one segment hands to the next."""
         size, rows = self.bytes_of(runner.segment.outputs[0], sizes), sizes.tokens - runner.segment.removed
-        return (
-            size / rows * sizes.chunk
-            if sizes.symbolic
-            else size // rows * self._rows_from(rows, sizes, start)
-        )
-
-    def _rows_from(self, rows: int, sizes: Sizes, start: int) -> int:
-        return min(sizes.chunk, rows - start)
+        return size / rows * sizes.chunk if sizes.symbolic else size // rows * chunk.rows
 
     def per_chunk(self, saved: Any, sizes: Sizes) -> Any:
-        """Bytes that one chunk saves, from those of a `Call`."""
+        """Bytes that one chunk saves, from those of a `ChunkCost`."""
         return saved * sizes.chunk / sizes.tokens if sizes.symbolic else saved
 
     def is_full(self, runner: SegmentRunner) -> bool:
@@ -157,7 +153,7 @@ class ProgramCosts:
             low = end - rows - prefix
         return [Extent(rows, prefix, low, total, full)]
 
-    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes, share: Share = ALL) -> list[Call]:
+    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes, share: Share = ALL) -> list[ChunkCost]:
         """What each chunk of a share of a segment's rows costs; identical segments are counted once."""
         step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
         if self._counted != step:
@@ -173,7 +169,8 @@ class ProgramCosts:
                 each = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
                 peak, work = self.value(cost.peak, sizes, extent), self.work(cost, sizes, extent, each)
                 work = work if sizes.symbolic else work + Work(programs=1)
-                found.append(Call(chunk, extent.start, peak, work, each(cost.saved, sizes, extent)))
+                saved = each(cost.saved, sizes, extent)
+                found.append(ChunkCost(chunk, extent.start, extent.rows, peak, work, saved))
             self._calls_of[key] = found
         return self._calls_of[key]
 

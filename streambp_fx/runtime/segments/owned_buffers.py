@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...passes.graph.facts import Facts
-from ...passes.s4_trace.cudnn_blocks import MULTIPLE
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -29,9 +27,6 @@ def as_it_is(tensor: Tensor) -> Tensor:
 # Parameters that an engine gives other memory each time it gathers them; only it does so.
 changing_memory: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-#: Rows of a tile of GPU kernels, see NOTE [rows in tiles].
-TILE = MULTIPLE
-
 
 def attribute(facts: Facts, node: Node) -> Any:
     """The value of a `get_attr` node."""
@@ -39,27 +34,6 @@ def attribute(facts: Facts, node: Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
-
-
-def split_rows(total: int, chunk: int) -> list[tuple[int, int]]:
-    """`(start, length)` of chunks of at most `chunk` rows, as even as possible.
-
-    Even chunks need the least memory, and keep the last one from having a single row, for which a program of
-    its own is needed.
-
-    NOTE [rows in tiles]: if `chunk` is a multiple of `TILE`, so are the rows of all chunks but the last:
-    batches of many lengths then have chunks of few sizes. cuDNN compiles a kernel for each, and products on
-    GPUs work in such tiles.
-    """
-    count = -(-total // chunk)
-    tiled = -(-total // count // TILE) * TILE
-    if chunk % TILE == 0 and count > 1 and total - (count - 1) * tiled > 1:
-        lengths = [tiled] * (count - 1) + [total - (count - 1) * tiled]
-    else:
-        least, longer = divmod(total, count)
-        lengths = [least + 1] * longer + [least] * (count - longer)
-    starts = itertools.accumulate(lengths[:-1], initial=0)
-    return list(zip(starts, lengths, strict=True))
 
 
 class OwnedBuffers:

@@ -20,10 +20,10 @@ from ...passes.s4_trace.program_inputs import Extent
 from ...passes.s5_lower.lower import Lowered
 from ...passes.s5_lower.programs import SegmentPrograms
 from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
+from ...passes.step.row_chunks import split_rows
 from ...passes.step.saving import Price
 from .failures import compile_error
 from .own_rows import RowsOfValue
-from .owned_buffers import split_rows
 from .round_sums import is_added, rounded
 from .step_blocks import RowBlock, SampleRange, StepData, counts
 

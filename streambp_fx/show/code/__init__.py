@@ -106,6 +106,8 @@ def _head(context: Context, options: Options, seq_len: int | None, step: StepCod
     return "\n".join([
         f'"""{text}"""',
         "",
+        "import itertools",
+        "",
         "import torch",
         *(["import streambp_fx  # makes its ops known: torch.ops.streambp_fx"] if own else []),
         "",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-CHUNKS = '''
-def chunks(total, chunk):
-    """(first row, rows) of chunks of at most `chunk` rows, as even as possible."""
-    count = -(-total // chunk)
-    least, longer = divmod(total, count)
-    start = 0
-    for k in range(count):
-        rows = least + (k < longer)
-        yield start, rows
-        start += rows
-'''
+import inspect
+
+from ...passes.step.row_chunks import TILE, split_rows
+
+# What the runtime itself calls, so that the text cuts a sequence where a step does.
+SPLIT_ROWS = inspect.getsource(split_rows).replace("= TILE", f"= {TILE}")
 
 NO_PROGRAM = '''
 def no_program(rows, prefix, total):
@@ -103,7 +98,7 @@ def random_numbers(size, method, parameters, seed, dtype, device):
 
 # By the name that a program calls them by.
 HELPERS = {
-    "chunks": CHUNKS,
+    "split_rows": SPLIT_ROWS,
     "no_program": NO_PROGRAM,
     "accumulate": ACCUMULATE,
     "differentiate": DIFFERENTIATE,

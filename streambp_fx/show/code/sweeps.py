@@ -116,13 +116,13 @@ class Sweeps:
         assert buffer.node is not None
         name, (sizes, dtype) = self.code.names[buffer], state_of_recurrence(buffer.node, buffer.wide)
         like = [*self.code.rows, *self.code.constants][0]
-        shape = "[" + ", ".join(["len(list(chunks(total, CHUNK))) + 1", *map(self.size, sizes)]) + "]"
+        shape = "[" + ", ".join(["len(split_rows(total, CHUNK)) + 1", *map(self.size, sizes)]) + "]"
         lines = fold(4, f"{name} = torch.zeros(", [shape, f"dtype={dtype}", f"device={like}.device"], ")")
         return ["    # the state before each chunk, and after the last one", *lines]
 
     def _chunks(self, loop: Chunks, full: bool) -> list[str]:
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
-        found = f"enumerate(chunks(total, {chunk}))"
+        found = f"enumerate(split_rows(total, {chunk}))"
         chunks = f"reversed(list({found}))" if loop.reverse else found
         lines = [f"    for index, (start, rows) in {chunks}:", *self._outside(loop.share)]
         for instruction in loop.body:

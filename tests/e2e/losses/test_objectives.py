@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx.passes.s6_schedule import step_parts
+from streambp_fx.passes.step.row_chunks import split_rows
 from streambp_fx.runtime.segments import segment_runner as streamed
-from streambp_fx.runtime.segments.owned_buffers import split_rows
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

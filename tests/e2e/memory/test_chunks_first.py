@@ -183,7 +183,7 @@ def test_predicted_peak_is_what_is_live(family: str, lora: bool) -> None:
     transform(model, chunk=chunk, loss_chunk=32, order="chunks", check="never")
     step(model, plain(2, 80))
     cost = streambp_fx.schedule(model).cost
-    for tokens in (512, 517):
+    for tokens in (512, 517, 129):  # the last are cut into 5 chunks of 26, or 3 of 43
         step(model, plain(2, tokens))
         predicted = cost.peak(cost.sizes(tokens)).total
         assert live(model, plain(2, tokens)) == pytest.approx(predicted, rel=0.01), tokens

@@ -21,7 +21,7 @@ from streambp_fx.cost.held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS
 from streambp_fx.cost.step import StepCost
 from streambp_fx.options import CHUNK_SIZES, chunk_sizes
 from streambp_fx.passes.s3_cut.segment import samples as samples_of
-from streambp_fx.runtime.segments.owned_buffers import TILE, split_rows
+from streambp_fx.passes.step.row_chunks import TILE, split_rows
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 
 # Wide enough that activations, and not the few bytes of bookkeeping tensors, are what is measured.

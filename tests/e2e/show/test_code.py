@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx.passes.s6_schedule import kept_states
+from streambp_fx.passes.step.row_chunks import split_rows
 from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, Saving
 
 SMALL = {"chunk": CHUNK, "loss_chunk": 8}
@@ -141,6 +142,10 @@ def test_one_program_for_all_layers_and_other_lengths() -> None:
     for words in ("query_states = ", "grad_lm_head_weight", "hidden_states.narrow(1, start, rows)"):
         assert words in code
     check_readable(code)
+    printed: dict[str, Any] = {}
+    exec(code, printed)
+    for total, chunk in ((3000, 512), (110_000, 2048), (67, 16)):
+        assert printed["split_rows"](total, chunk) == split_rows(total, chunk), "cut as the runtime does"
     for length in (67, 83):
         batch = plain(2, length)
         with true_double(model):
