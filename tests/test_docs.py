@@ -180,3 +180,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "<math" in page
     loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page)
     assert not loaded, "a page must not load anything from elsewhere"
+
+
+def test_every_instruction_is_on_the_page_of_schedules() -> None:
+    """By the first word of each text that the printers make."""
+    terms = re.findall(r"`([^`\n]+)`", text("reading_a_schedule.md"))
+    words = set()
+    for module in ("passes/s6_schedule/text.py", "passes/step/text.py"):
+        for node in ast.walk(ast.parse((ROOT / module).read_text())):
+            if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+                words |= set(re.findall(r"^([a-z-]{3,}) ", str(node.values[0].value)))
+    assert len(words) > 25 and not {w for w in words if not any(w in term.split() for term in terms)}

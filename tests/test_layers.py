@@ -7,6 +7,7 @@ wherever the import stands, within functions too, but for what only type checker
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,21 @@ def test_every_folder_says_what_it_is_for() -> None:
         if not opening.is_file() or not ast.get_docstring(ast.parse(opening.read_text())):
             silent.append(str(folder.relative_to(ROOT)))
     assert not silent, "an __init__.py with a docstring is missing"
+
+
+def listed(docstring: str) -> set[str]:
+    """The modules of a folder that its docstring has a line for: a name, then two spaces or nothing."""
+    found = re.findall(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*)(?:  .*)?$", docstring, re.MULTILINE)
+    return {name for names in found for name in names.split(", ")}
+
+
+def test_a_folder_that_lists_its_modules_lists_all_of_them() -> None:
+    for folder in folders():
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        there = {p.stem if p.suffix == ".py" else p.name for p in folder.iterdir() if p.suffix in ("", ".py")}
+        there -= {"__init__", "__pycache__", "py", "passes", "recipes"}
+        if len(listed(docstring)) > 1:
+            assert listed(docstring) == there, folder
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")

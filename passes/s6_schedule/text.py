@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from torch.fx import Node
 
+from ..step.instructions import Buffer
 from ..step.text import text, to_json
 from .program import (
     Add,
@@ -126,6 +129,7 @@ def step_to_json(program: StepProgram) -> dict[str, Any]:
         "given": [v.name for v in program.given],
         "returned": [v.name for v in program.returned],
         "gradients": [v.name for v in program.gradients],
+        "groups": [[v.name for v in group] for group in program.groups],
         "prologue": [_plain(i, titles) for i in program.prologue],
         "forward": [_plain(i, titles) for i in program.forward],
         "backward": [_plain(i, titles) for i in program.backward],
@@ -134,28 +138,35 @@ def step_to_json(program: StepProgram) -> dict[str, Any]:
 
 
 def _plain(instruction: StepInstruction, titles: dict[int, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "instruction": type(instruction).__name__,
-        "inputs": [v.name for v in instruction.inputs],
-        "results": [v.name for v in instruction.results],
-    }
-    if isinstance(instruction, CollectRows):
-        found["partial"] = instruction.partial
+    """An instruction by its fields, but for what is a graph; what is not there, or not so, is left out."""
+    found: dict[str, Any] = {"instruction": type(instruction).__name__}
+    for name in (f.name for f in dataclasses.fields(instruction)):
+        if name not in ("part", "programs", "procedure_name"):
+            value = _part_of(getattr(instruction, name), titles)
+            if value is not None and value is not False:
+                found[name] = value
     if isinstance(instruction, Call):
         found["procedure"] = titles[id(instruction.procedure)]
-    for name in ("name", "segment", "place", "position", "number", "group", "bucket"):
-        if getattr(instruction, name, None) is not None:
-            found[name] = getattr(instruction, name)
-    for name in ("there", "stays", "of_caller"):
-        if getattr(instruction, name, False):
-            found[name] = True
-    if isinstance(instruction, Group | Again | ChunksFirst):
-        found["body"] = [_plain(i, titles) for i in instruction.body]
-    if isinstance(instruction, ChunksFirst):
-        found["again"] = [_plain(i, titles) for i in instruction.again]
-    if isinstance(instruction, Layers):
-        found["rounds"] = [[_plain(i, titles) for i in own] for own in instruction.rounds]
+        if instruction.procedure_name != "scaling":
+            found["chunks"] = str(instruction.chunks)
     return found
+
+
+def _part_of(value: Any, titles: dict[int, str]) -> Any:
+    """A field of an instruction as what JSON has."""
+    if isinstance(value, StepInstruction):
+        return _plain(value, titles)
+    if isinstance(value, Value | Buffer):
+        return value.name
+    if isinstance(value, tuple):
+        return [_part_of(v, titles) for v in value]
+    if isinstance(value, frozenset):
+        return sorted(_part_of(v, titles) for v in value)
+    if isinstance(value, Fraction):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {f.name: _part_of(getattr(value, f.name), titles) for f in dataclasses.fields(value)}
+    return value
 
 
 def _lines(body: Iterable[StepInstruction], naming: Naming) -> Iterator[str]:

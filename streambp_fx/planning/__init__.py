@@ -5,4 +5,8 @@ arrival       in which order gradients come
 compute_rates, measured_rates, rates
               how fast devices and what connects them are: from data sheets, or measured on this machine
 timing        how long a step takes at these rates, and whether collectives are hidden
+several       the plan of a step on several devices
+memory_and_work
+              what memory buys: ways to run a step, from the least memory to no recompute
+step_plan     a plan: what a step needs, and what fits
 """

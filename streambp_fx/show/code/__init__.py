@@ -5,7 +5,12 @@ body       a graph as the body of a function: a line an op, with shape and sourc
 context    names of sizes, and the questions that a step asks its masks
 programs   the chunk programs of a distinct segment, one function for each kind of chunk
 sweeps     what runs them chunk by chunk, forwards and in reverse
+printed_subgraphs
+           what runs unchunked, as functions
+step_functions
+           the functions that the driver calls
 step       the driver: whole values, segments, loss, and the way back
+helpers    functions that the program brings along
 """
 
 from __future__ import annotations

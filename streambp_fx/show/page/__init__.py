@@ -4,6 +4,7 @@ chart         the memory of a step over time, by cause
 lane          the communication of several devices under it
 graph         the graph of segments
 dependencies  which rows of a segment's input each value reads
+kept          what is kept for the backward, by value and segment
 programs      the printed programs, function by function
 segments      the segments one by one, and the table of what is not chunked
 page.html     the frame, with page.css and page.js in it

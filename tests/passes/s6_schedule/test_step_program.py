@@ -158,6 +158,12 @@ def test_json() -> None:
     assert {"Group", "Leave", "CallLoss", "Return"} <= kinds
     called = {i["procedure"] for i in _all(found["forward"] + found["backward"]) if "procedure" in i}
     assert called == set(found["procedures"])
+    backward = [i for i in _all(found["backward"]) if "procedure" in i]
+    assert all({"segment", "way", "place"} <= set(i) for i in backward)
+    assert any(i["way"]["saves"] for i in backward) and any(i["way"]["overwrites"] for i in backward)
+    assert all(
+        i["chunks"].startswith("ceiling(") for i in backward if not i["procedure"].startswith("scaling")
+    )
 
 
 def _all(body: list[dict]) -> Iterator[dict]:
