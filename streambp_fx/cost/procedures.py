@@ -17,13 +17,19 @@ from ..passes.step.instructions import (
     BufferKind,
     Chunks,
     Free,
+    Hand,
     Keep,
+    Normalize,
     Overwrite,
+    Receive,
     ReduceScatter,
     Roll,
     Round,
     Run,
+    Scale,
     Send,
+    WriteRows,
+    ZeroRows,
 )
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import (
@@ -68,9 +74,7 @@ class ProcedureWalk:
         """The moments of a procedure."""
         procedure = _Bound(call, self.runner(call), phase)
         for instruction in call.procedure.body:
-            count = COUNT.get(type(instruction))
-            if count is not None:
-                yield from count(self, instruction, procedure)
+            yield from COUNT[type(instruction)](self, instruction, procedure)
 
     def walk_together(self, calls: Sequence[Call], phase: str, reverse: bool) -> Iterator[Moment]:
         """The moments of procedures whose loops run as one."""
@@ -92,9 +96,7 @@ class ProcedureWalk:
         """What a procedure does before its loop, or after it."""
         first, _, then = within.call.procedure.around_loop()
         for instruction in first if before else then:
-            count = COUNT.get(type(instruction))
-            if count is not None:
-                yield from count(self, instruction, within)
+            yield from COUNT[type(instruction)](self, instruction, within)
 
     def _costs(self, within: _Bound) -> list[ChunkCost]:
         ((loop, run),) = within.call.procedure.runs()
@@ -144,6 +146,10 @@ class ProcedureWalk:
         self.ledger.drop(within.key(instruction.buffer))
         yield from ()
 
+    def _in_place(self, instruction: Normalize | Scale | Receive, within: _Bound) -> Iterator[Moment]:
+        """What a buffer holds changes where it is."""
+        yield from ()
+
     def _hold(self, buffer: Buffer, within: _Bound) -> None:
         assert buffer.node is not None
         key = within.key(buffer)
@@ -178,6 +184,7 @@ class ProcedureWalk:
     def _chunks(self, loop: Chunks, within: _Bound) -> Iterator[Moment]:
         """A loop over chunks: the calls of its program."""
         segment, runner = within.runner.segment, within.runner
+        assert OF_CHUNKS.issuperset(map(type, loop.body)), "what does it hold?"
         cause, keeps = self.cause_of_programs(segment), any(isinstance(inner, Keep) for inner in loop.body)
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
             calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
@@ -249,8 +256,13 @@ COUNT: Mapping[type, Callable[[ProcedureWalk, Any, _Bound], Iterator[Moment]]] =
     Overwrite: ProcedureWalk._overwrite,
     Free: ProcedureWalk._free,
     Chunks: ProcedureWalk._chunks,
+    Normalize: ProcedureWalk._in_place,
+    Scale: ProcedureWalk._in_place,
+    Receive: ProcedureWalk._in_place,
     Round: ProcedureWalk._round,
     AllGather: ProcedureWalk._exchange,
     ReduceScatter: ProcedureWalk._exchange,
     Send: ProcedureWalk._send,
 }
+#: What the body of a loop over chunks is made of: the loop's program makes it, or it is written where it is.
+OF_CHUNKS = frozenset({Run, Keep, WriteRows, ZeroRows, Roll, Hand})

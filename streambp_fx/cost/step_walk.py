@@ -17,6 +17,7 @@ from ..passes.s6_schedule.program import (
     CallLoss,
     ChunksFirst,
     CollectRows,
+    Defer,
     Differentiate,
     Drop,
     Fetch,
@@ -27,7 +28,9 @@ from ..passes.s6_schedule.program import (
     Leave,
     Linearize,
     ReduceGradients,
+    Return,
     RunPart,
+    Seed,
     StepInstruction,
     StepProgram,
     SumShares,
@@ -82,9 +85,11 @@ class StepWalk(ProcedureWalk):
 
     def _follow(self, body: Iterable[StepInstruction]) -> Iterator[Moment]:
         for instruction in body:
-            count = COUNT.get(type(instruction))
-            if count is not None:
-                yield from count(self, instruction)
+            yield from COUNT[type(instruction)](self, instruction)
+
+    def _nothing(self, instruction: Defer | Return | Seed) -> Iterator[Moment]:
+        """Nothing that the step holds: what comes from the caller, and goes to it, is the caller's."""
+        yield from ()
 
     # ---- calls and parts
 
@@ -341,4 +346,7 @@ COUNT: Mapping[type, Callable[[StepWalk, Any], Iterator[Moment]]] = {
     ReduceGradients: StepWalk._reduce_gradients,
     CollectRows: StepWalk._collect_rows,
     SumShares: StepWalk._sum_shares,
+    Defer: StepWalk._nothing,
+    Return: StepWalk._nothing,
+    Seed: StepWalk._nothing,
 }

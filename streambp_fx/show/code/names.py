@@ -23,8 +23,8 @@ RESERVED = {
     "torch", "math", "operator", "aten", "T", "CHUNK", "LOSS_CHUNK", "DEVICE", "step", "parameters",
     "buffers", "constants", "cotangents", "seed", "gradients", "whole_values", "epilogue", "loss_of",
     "rows", "prefix", "low", "total", "start", "columns", "index", "program", "found", "unit",
-    "chunks", "no_program", "accumulate", "differentiate", "rows_of", "write_rows", "add_rows",
-    "power_of_two_above", "dropout_mask", "random_numbers",
+    "itertools", "split_rows", "no_program", "accumulate", "differentiate", "rows_of", "write_rows",
+    "add_rows", "power_of_two_above", "dropout_mask", "random_numbers",
 }  # fmt: skip
 
 

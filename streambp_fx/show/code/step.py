@@ -14,16 +14,22 @@ from ...passes.graph.printing import WIDTH, fold, listed, pack, remark
 from ...passes.s6_schedule.build import schedule, the_loss
 from ...passes.s6_schedule.kept_states import keep_states
 from ...passes.s6_schedule.program import (
+    Add,
     Again,
     Call,
     CallLoss,
+    Defer,
     Differentiate,
     Drop,
     Group,
+    HandOver,
+    Linearize,
+    Return,
     RunPart,
     Seed,
     StepInstruction,
     StepProgram,
+    Zeros,
 )
 from ...passes.s6_schedule.program.values import Value, ValueKind
 from ...passes.s6_schedule.transforms import drop_what_nobody_reads, keep_inputs_of_groups
@@ -120,9 +126,10 @@ class StepCode:
 
     def _print(self, body: Iterable[StepInstruction]) -> None:
         for instruction in body:
-            line = PRINT.get(type(instruction))
-            if line is not None:
-                line(self, instruction)
+            PRINT[type(instruction)](self, instruction)
+
+    def _elsewhere(self, instruction: StepInstruction) -> None:
+        """It has no lines of its own."""
 
     def parameters(self) -> list[str]:
         """What the step takes."""
@@ -361,4 +368,7 @@ PRINT: Mapping[type, Callable[[StepCode, Any], None]] = {
     Drop: StepCode._drop,
     Seed: StepCode._seed,
     Differentiate: StepCode._differentiate,
+    # written by what comes before or after them: the loss, calls that are given no gradient, the helper
+    # `accumulate`, and the last line
+    **dict.fromkeys((Linearize, Zeros, Add, HandOver, Return, Defer), StepCode._elsewhere),
 }

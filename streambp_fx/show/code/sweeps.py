@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ...passes.graph.facts import Axis, shape_of, tensors_of
 from ...passes.graph.printing import fold
@@ -78,23 +79,16 @@ class Sweeps:
 
     def _print(self, body: Iterable[Instruction], full: bool) -> list[str]:
         """The instructions, in order."""
-        lines: list[str] = []
-        for instruction in body:
-            if isinstance(instruction, Allocate):
-                lines += self._allocate(instruction)
-            elif isinstance(instruction, Chunks) and instruction.over is not Over.NOT_COUNTED:
-                lines += self._chunks(instruction, full)
-            elif isinstance(instruction, Free):
-                lines.append(f"    del {self.code.names[instruction.buffer]}")
-            elif isinstance(instruction, Normalize):
-                lines += self._normalize(self.code.names[instruction.buffer])
-            elif isinstance(instruction, Scale) and is_half(self.segment):
-                lines.append(f"    {self.code.names[instruction.buffer]}.mul_(unit)")
-            elif isinstance(instruction, Round):
-                lines += self._round(instruction.buffer)
-        return lines
+        return [line for i in body for line in PRINT[type(i)](self, i, full)]
 
-    def _allocate(self, instruction: Allocate) -> list[str]:
+    def _free(self, instruction: Free, full: bool) -> list[str]:
+        return [f"    del {self.code.names[instruction.buffer]}"]
+
+    def _scale(self, instruction: Scale, full: bool) -> list[str]:
+        """The gradient of the printed loss is one; what it was divided by comes back."""
+        return [f"    {self.code.names[instruction.buffer]}.mul_(unit)"] if is_half(self.segment) else []
+
+    def _allocate(self, instruction: Allocate, full: bool) -> list[str]:
         buffer, name = instruction.buffer, self.code.names[instruction.buffer]
         assert buffer.node is not None
         if buffer.by_chunk:
@@ -121,18 +115,19 @@ class Sweeps:
         return ["    # the state before each chunk, and after the last one", *lines]
 
     def _chunks(self, loop: Chunks, full: bool) -> list[str]:
+        if loop.over is Over.NOT_COUNTED:  # the printed step leaves no rows out
+            return []
         chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
         found = f"enumerate(split_rows(total, {chunk}))"
         chunks = f"reversed(list({found}))" if loop.reverse else found
         lines = [f"    for index, (start, rows) in {chunks}:", *self._outside(loop.share)]
-        for instruction in loop.body:
-            if isinstance(instruction, Run):
-                lines += [*self._extent(full, instruction.own), *self._run(instruction, full)]
-            elif isinstance(instruction, WriteRows):
-                lines.append(self._write(instruction))
-            elif isinstance(instruction, Keep):
-                lines.append(f"        {self.code.saved}.append(chunk_saved)")
-        return lines
+        return lines + [line for i in loop.body for line in PRINT[type(i)](self, i, full)]
+
+    def _run_chunk(self, instruction: Run, full: bool) -> list[str]:
+        return [*self._extent(full, instruction.own), *self._run(instruction, full)]
+
+    def _keep(self, instruction: Keep, full: bool) -> list[str]:
+        return [f"        {self.code.saved}.append(chunk_saved)"]
 
     def _outside(self, share: Share) -> list[str]:
         """Chunks of which something else is saved have a loop of their own."""
@@ -179,12 +174,12 @@ class Sweeps:
         rows = f"rows_of({name}, {dim}, {sizes}, start, rows)"
         return f"{name}.narrow({dim}, start, rows)" if axis.simple else rows
 
-    def _write(self, instruction: WriteRows) -> str:
+    def _write(self, instruction: WriteRows, full: bool) -> list[str]:
         name, add = self.code.names[instruction.buffer], instruction.add
         dim, axis, sizes = self._axis(instruction.buffer)
         if axis.simple:
-            return f"        {name}.narrow({dim}, start, rows).{'add_' if add else 'copy_'}(chunk_{name})"
-        return f"        {'add' if add else 'write'}_rows({name}, {dim}, {sizes}, start, chunk_{name})"
+            return [f"        {name}.narrow({dim}, start, rows).{'add_' if add else 'copy_'}(chunk_{name})"]
+        return [f"        {'add' if add else 'write'}_rows({name}, {dim}, {sizes}, start, chunk_{name})"]
 
     def _axis(self, buffer: Buffer) -> tuple[int, Axis, str]:
         """The dim of the rows; and, where others are merged with them, the sizes."""
@@ -192,15 +187,17 @@ class Sweeps:
         dim, axis = self.runner.axis(self.runner.twins[buffer.node])
         return dim, axis, f"{self.size(axis.outer)}, total, {self.size(axis.inner)}"
 
-    def _normalize(self, name: str) -> list[str]:
+    def _normalize(self, instruction: Normalize, full: bool) -> list[str]:
+        name = self.code.names[instruction.buffer]
         return [
             "    # float16: the coefficients of a mean are so small that gradients would vanish",
             f"    unit = power_of_two_above({name})",
             f"    {name} = {name} / unit",
         ]
 
-    def _round(self, buffer: Buffer) -> list[str]:
+    def _round(self, instruction: Round, full: bool) -> list[str]:
         """A sum in a wider dtype, in the dtype of what it is the gradient of."""
+        buffer = instruction.buffer
         assert buffer.node is not None
         name, dtype = self.code.names[buffer], tensors_of(buffer.node)[0].dtype
         note = "  # written over the sum where it is added to a gradient that the parameter has"
@@ -223,7 +220,7 @@ class Sweeps:
         lines = self._head(self.name("backward", full), self.parameters(cotangents=True), note)
         for buffer in self.runner.programs.buffers(BufferKind.COTANGENT) if len(code.cotangents) > 1 else ():
             lines.append(f"    if {code.names[buffer]} is None:")
-            lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True))]
+            lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True), False)]
         lines += [f"    {n} = {n}.contiguous()" for n in code.cotangents]
         lines += self._print(self.code.procedure("backward", full).body, full)
         return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
@@ -242,3 +239,17 @@ class Sweeps:
         lines += [f"    {code.cotangents[0]} = {code.cotangents[0]}.contiguous()"]
         lines += self._print([*rest, *code.procedure("scaling").body], False)
         return "\n".join([*lines, *returned([output, *code.row_gradients, *code.accumulators])])
+
+
+#: What prints each instruction; nothing is written over in a printed step, and one device runs it.
+PRINT: Mapping[type, Callable[[Sweeps, Any, bool], list[str]]] = {
+    Allocate: Sweeps._allocate,
+    Chunks: Sweeps._chunks,
+    Free: Sweeps._free,
+    Normalize: Sweeps._normalize,
+    Scale: Sweeps._scale,
+    Round: Sweeps._round,
+    Run: Sweeps._run_chunk,
+    WriteRows: Sweeps._write,
+    Keep: Sweeps._keep,
+}

@@ -1,0 +1,72 @@
+"""Whoever follows a program knows every instruction: a new kind that a table lacks is noticed here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+from streambp_fx.cost import procedures, step_walk
+from streambp_fx.passes.s6_schedule import program
+from streambp_fx.passes.step.instructions import Instruction
+from streambp_fx.runtime import step_interpreter
+from streambp_fx.runtime.segments import interpreter
+from streambp_fx.show.code import step, sweeps
+
+OF_SEGMENTS = set(get_args(Instruction))
+OF_STEPS = {
+    kind
+    for kind in vars(program).values()
+    if isinstance(kind, type) and issubclass(kind, program.StepInstruction) and dataclasses.is_dataclass(kind)
+} - {program.StepInstruction}
+# The backward is run by autograd; these are what it does, or what the prologue is made of.
+BY_AUTOGRAD = {
+    "Add",
+    "Again",
+    "Differentiate",
+    "Fetch",
+    "HandOver",
+    "ReduceGradients",
+    "Seed",
+    "SumShares",
+    "Zeros",
+}
+# What a printed program is made without: it runs on one device, layer by layer, and nothing leaves that.
+NOT_PRINTED = {
+    "ChunksFirst",
+    "CollectRows",
+    "Fetch",
+    "GiveBackParameters",
+    "Layers",
+    "Leave",
+    "ReduceGradients",
+}
+NOT_PRINTED |= {"SumShares", "TakeParameters"}
+NOT_PRINTED_OF_SEGMENTS = {
+    "AllGather",
+    "Hand",
+    "Overwrite",
+    "Receive",
+    "ReduceScatter",
+    "Roll",
+    "Send",
+    "ZeroRows",
+}
+
+
+def names(kinds: object) -> set[str]:
+    return {kind.__name__ for kind in kinds}  # type: ignore[attr-defined]
+
+
+def test_what_is_interpreted() -> None:
+    assert interpreter.EXECUTE.keys() == OF_SEGMENTS
+    assert names(OF_STEPS) == names(step_interpreter.EXECUTE) | BY_AUTOGRAD | {"Linearize"}
+
+
+def test_what_is_counted() -> None:
+    assert procedures.COUNT.keys() | procedures.OF_CHUNKS == OF_SEGMENTS
+    assert step_walk.COUNT.keys() == OF_STEPS
+
+
+def test_what_is_printed_as_python() -> None:
+    assert names(OF_SEGMENTS) == names(sweeps.PRINT) | NOT_PRINTED_OF_SEGMENTS
+    assert names(OF_STEPS) == names(step.PRINT) | NOT_PRINTED
