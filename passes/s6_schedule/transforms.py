@@ -6,11 +6,14 @@ The order is that of `STEP_PASSES`. Each keeps the step's results and gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..graph.facts import Segment
+from ..graph.subgraph import Subgraph
 from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
+from ..s5_lower.programs import SegmentPrograms
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
 from .chunks_first import run_chunks_first
@@ -22,15 +25,12 @@ from .program import (
     Call,
     CallLoss,
     ChunksFirst,
-    Differentiate,
     Drop,
-    GiveBackParameters,
     Group,
     Layers,
     RunPart,
     StepInstruction,
     StepProgram,
-    TakeParameters,
     flat,
     read_from_outside,
     segment_of,
@@ -181,27 +181,25 @@ def _folded(body: tuple[StepInstruction, ...]) -> Iterator[StepInstruction]:
         yield Layers(rounds=tuple(own[k : k + repeat.period] for k in starts))
 
 
+#: What tells the instructions of one layer from those of the next, and nothing that they do.
+WHOSE = frozenset({"inputs", "results", "segment", "group", "bucket", "number"})
+
+
 def _form(instruction: StepInstruction) -> Hashable:
     """What an instruction does, whatever it does it to."""
     kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
-    own: tuple[Hashable, ...] = (type(instruction).__name__, len(instruction.inputs), kinds)
-    if isinstance(instruction, Call):
-        return (
-            *own,
-            id(instruction.programs),
-            instruction.procedure_name,
-            instruction.way,
-            instruction.place,
-        )
-    if isinstance(instruction, RunPart | Differentiate):
-        return (*own, id(instruction.part))
-    if isinstance(instruction, Group | Again | ChunksFirst):
-        return (*own, tuple(_form(i) for i in instruction.body))
-    if isinstance(instruction, TakeParameters):
-        return (*own, instruction.there)
-    if isinstance(instruction, GiveBackParameters):
-        return (*own, instruction.stays)
-    return own
+    names = (f.name for f in fields(instruction) if f.name not in WHOSE)
+    how = tuple(_form_of(getattr(instruction, name)) for name in names)
+    return (type(instruction).__name__, len(instruction.inputs), kinds, how)
+
+
+def _form_of(value: Any) -> Hashable:
+    """A field of an instruction; what identical layers share is the same object."""
+    if isinstance(value, StepInstruction):
+        return _form(value)
+    if isinstance(value, tuple):
+        return tuple(_form_of(v) for v in value)
+    return id(value) if isinstance(value, Subgraph | SegmentPrograms) else value
 
 
 @dataclass(frozen=True)
