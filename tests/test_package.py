@@ -1,6 +1,7 @@
 """The package as it is shipped: wheel and sdist are built, and the wheel is used outside the checkout."""
 
 import configparser
+import importlib
 import os
 import shutil
 import subprocess
@@ -56,6 +57,14 @@ def built(tmp_path_factory):
 def wheel(built):
     (path,) = built.glob("*.whl")
     return path
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what belongs to a checkout is asked of git")
+def test_a_release_has_all_files_and_no_others(built, wheel, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    release_check = importlib.import_module("release_check")
+    (source,) = built.glob("*.tar.gz")
+    release_check.check_contents(wheel, source)
 
 
 def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):

@@ -20,6 +20,22 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from .facts import expression, tensors_of
 
 
+def in_numbers(size: sympy.Expr, known: Mapping[sympy.Symbol, int], unknown: int = 1) -> int:
+    """A size as a number, for what is no more than an estimate.
+
+    Args:
+        size: in symbols.
+        known: values of some of them.
+        unknown: that of the others; a larger one where the size would divide by zero, as `B % (B // 2)` does.
+    """
+    for value in (unknown, 2, 64, 4096):
+        try:
+            return int(size.subs({s: known.get(s, value) for s in size.free_symbols}))
+        except ZeroDivisionError:
+            continue
+    return 0
+
+
 class SymbolTable:
     """Symbolic integers of a fresh ShapeEnv, made for those of the graph that came in.
 

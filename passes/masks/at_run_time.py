@@ -111,7 +111,7 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable, rows: torch.Te
     if not known or not all(c.is_Integer for c in (constant, *terms.values())):
         return False
     values = [(int(c), _element(f, facts, fetch, rows)) for f, c in terms.items()]
-    if any(v.dtype.is_floating_point for _, v in values):
+    if any(v.dtype not in (torch.bool, torch.int64) for _, v in values):
         return False
     if len(values) == 1 and values[0][1].dtype is not torch.bool:
         ((factor, value),) = values
@@ -125,6 +125,13 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable, rows: torch.Te
     return _compare(condition, low, high)
 
 
+def _is_within_int64(dtype: torch.dtype) -> bool:
+    """True if each value of a dtype is one of int64: for all whole numbers but the largest."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return False
+    return dtype is torch.bool or torch.iinfo(dtype).max <= torch.iinfo(torch.int64).max
+
+
 def _element(
     applied: AppliedUndef, facts: MaskFacts, fetch: Callable, rows: torch.Tensor | None
 ) -> torch.Tensor:
@@ -133,7 +140,7 @@ def _element(
     Bools stay bools: a causal mask that lies in a buffer is as large as the longest sequence squared.
     """
     value = fetch(facts.linear[applied.func.__name__])
-    if value.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+    if value.dtype is not torch.bool and _is_within_int64(value.dtype):
         value = value.to(torch.int64)
     for dim in reversed(range(value.dim())):
         if applied.args[dim].is_Integer:

@@ -192,7 +192,8 @@ def _logical(combine: Callable) -> Callable:
     def element(elements: Elements, node: fx.Node, index: Index) -> Boolean | Cases:
         operands = [a for a in node.args if isinstance(a, fx.Node)]
         logical = "logical" in node.target._opname
-        if not logical and any(tensor(n).dtype is not torch.bool for n in operands):
+        # `mask & 2` is a number for a bool mask as well, and no truth value
+        if not logical and any(tensor(n).dtype is not torch.bool for n in (*operands, node)):
             return pointwise()(elements, node, index)
         scalars = [sympy.sympify(bool(a)) for a in node.args if not isinstance(a, fx.Node)]
         values = [to_boolean(elements.cases(n, broadcast(node, n, index))) for n in operands]

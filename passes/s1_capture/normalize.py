@@ -107,7 +107,8 @@ def _refuse_shared_name(node: Node, replacement: Node) -> None:
     Raises:
         NotPureError: it would.
     """
-    known = replacement in node.all_input_nodes and node.meta["val"].dtype.is_floating_point
+    dtype = node.meta["val"].dtype
+    known = replacement in node.all_input_nodes and (dtype.is_floating_point or dtype.is_complex)
     if known and is_returned(node) and any(u is not node for u in replacement.users):
         raise NotPureError("a view is returned of a value of which others are made", node)
 

@@ -19,6 +19,7 @@ from ..cost.storages import Storages
 from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something
 from ..graph.purity import is_impure, is_random
+from ..graph.symbols import in_numbers
 from .rewriting import evaluate
 from .write_in_place import in_place_form
 
@@ -100,7 +101,7 @@ class _Program:
                 self.bytes[key] = 0
             elif key not in self.bytes:
                 size = sympy.sympify(tensor_bytes(value))
-                self.bytes[key] = int(size.subs({s: self.sizes.get(s, 1) for s in size.free_symbols}))
+                self.bytes[key] = in_numbers(size, self.sizes)
         self._ignore_what_nobody_reads()
         self.peak, self.at = self._most()
 

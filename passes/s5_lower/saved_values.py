@@ -24,6 +24,7 @@ from ..cost.storages import Storages
 from ..cost.work import flops_of
 from ..graph.facts import tensors_of
 from ..graph.functionalization import changes_something
+from ..graph.symbols import in_numbers
 from ..step.saving import Price
 
 # What an elementwise op costs: operations of a product that a device does while it reads or writes a byte.
@@ -155,4 +156,4 @@ def _number(size: Any, names: Names, rows: int, prefix: int) -> int:
     """A size for a chunk with so many rows before it; other sizes are taken to be 1."""
     known = {"rows": rows, "prefix": prefix, "low": 0, "total": rows + prefix}
     size = sympy.sympify(size)
-    return int(size.subs({s: known.get(names.get(s, ""), 1) for s in size.free_symbols}))
+    return in_numbers(size, {s: known[names[s]] for s in size.free_symbols if names.get(s) in known})

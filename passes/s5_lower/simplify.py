@@ -109,7 +109,8 @@ def _summand(node: Node) -> tuple[Node, float] | None:
     """The product that an operand of a sum is, and its factor, if nobody else reads it."""
     factor = 1.0
     while len(node.users) == 1 and (node.target in VIEWS or _multiple(node) is not None):
-        factor *= _multiple(node) or 1.0
+        own = _multiple(node)
+        factor *= 1.0 if own is None else own
         node = node.args[0]  # type: ignore[assignment]
     return (node, factor) if node.target is aten.mm.default and len(node.users) == 1 else None
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..auto_executor import AutoExecutor
-from ..errors import StreamBPError
+from ..errors import CompileError, OffloadError, StreamBPError
 from ..passes.graph.facts import Facts, tensors_of
 from ..passes.graph.kernel_settings import plain_attention
 from ..passes.graph.purity import is_random
@@ -101,7 +101,8 @@ def self_check(
         what was found; an error within the check itself is "unchecked", and is in the log.
 
     Raises:
-        StreamBPError: a program could not be made, or there is no room to keep values in.
+        CompileError: a program could not be made.
+        OffloadError: there is no room to keep values in.
     """
     start = time.perf_counter()
     try:
@@ -109,7 +110,7 @@ def self_check(
             found = _Check(module, executor, inputs, kind, parts, drawing).result()
     except Unchecked as reason:
         found = SelfCheck("unchecked", reason=str(reason))
-    except StreamBPError:
+    except (CompileError, OffloadError):
         raise
     except Exception as error:
         _strictly(error)
@@ -190,17 +191,18 @@ class _Check:
         return dataclasses.replace(checked, left_out=tuple(self._left_out(sizes, kind, drawn)))
 
     def _rounds(self, expected: Outcome, kind: StepKind | None) -> Iterator[frozenset[int]]:
-        """Outputs that are not differentiated: what is computed when read; all but the loss; what is dropped.
+        """Outputs that are not differentiated: what is computed when read; all but one; what is dropped.
 
-        The other two do for the first.
+        What others alone are made of has no gradient where one is differentiated: so each number is, without
+        the others; where there is none the first output. Those rounds and the last do for the first.
         """
-        losses = [k for k in expected.roots if expected.outputs[k].dim() == 0]
-        alone = bool(losses) and len(expected.roots) > 1
+        losses = [k for k in expected.roots if expected.outputs[k].dim() == 0] or expected.roots[:1]
+        alone = losses if len(expected.roots) > 1 else []
         every = self.executor.parts.lazy and LAZY in self.parts and kind is not None and not kind.behind
         if not (alone and every):
             yield self.lazy
-        if alone:
-            yield frozenset(range(len(expected.outputs))) - {losses[0]}
+        for loss in alone:
+            yield frozenset(range(len(expected.outputs))) - {loss}
         if every:
             yield self.lazy - self.executor.parts.lazy.keys()  # those that are dropped
 

@@ -31,6 +31,7 @@ class Outcome:
     Attributes:
         outputs: by position, None where there is no tensor.
         roots: positions of the outputs that were differentiated.
+        differentiable: positions of those that can be.
         gradients: by position of the input; None where autograd gives none.
         buffers: inputs that the step has changed, by position.
         whole: gradients that were wanted as they are, by position of the input.
@@ -39,6 +40,7 @@ class Outcome:
 
     outputs: list[Any] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
+    differentiable: set[int] = field(default_factory=set)
     gradients: dict[int, Sketch | None] = field(default_factory=dict)
     buffers: dict[int, Tensor] = field(default_factory=dict)
     whole: dict[int, Tensor] = field(default_factory=dict)
@@ -89,6 +91,7 @@ def run(
                 continue
             value = result.read() if hasattr(result, "read") else result
             found.outputs.append(value.detach())
+            found.differentiable |= {position} if value.requires_grad else set()
             if value.requires_grad and position not in constant:
                 roots.append(get_gradient_edge(value))
                 found.roots.append(position)
@@ -192,6 +195,10 @@ def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
     for position, (a, b) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         if a is None or b is None:
             continue
+        here, there = (position in side.differentiable for side in (expected, found))
+        if here is not there:
+            words = f"has a gradient {'in eager' if here else 'when streamed'} alone"
+            yield Difference(f"output {position}", position, False, math.inf, 0.0, words)
         yield _of_values(f"output {position}", position, a, b)
     for position, sketched in expected.gradients.items():
         other = found.gradients.get(position)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..dynamo.hooks import Hooks
@@ -74,15 +75,12 @@ def may_be_checkpointed(model: nn.Module) -> bool:
 
     NOTE [unstreamed steps are checkpointed]: what cannot be streamed takes more memory than with gradient
     checkpointing. So it is switched on for such a step, where the model's authors say that its layers can be
-    computed twice, and nobody else has put something in between: a hook, a module of their own, statistics
-    that each forward updates.
+    computed twice, and nobody else has put something in between: a hook, or a module of their own. A layer
+    whose forward changes a buffer (statistics, the vectors of a spectral norm) is not, see `_once_or_twice`.
     """
     if not getattr(model, "supports_gradient_checkpointing", False) or Hooks(model):
         return False
-    modules = list(model.modules())
-    if not all(map(_is_theirs, modules)):
-        return False
-    return not any(getattr(m, "track_running_stats", False) for m in modules)
+    return all(map(_is_theirs, model.modules()))
 
 
 def _is_theirs(module: nn.Module) -> bool:
@@ -101,7 +99,7 @@ def layers_checkpointed(model: nn.Module) -> Iterator[None]:
     before = [(m, {n: vars(m)[n] for n in (SWITCH, FUNCTION) if n in vars(m)}) for m in off]
     for module in off:
         setattr(module, SWITCH, True)
-        setattr(module, FUNCTION, functools.partial(checkpoint, use_reentrant=False))
+        setattr(module, FUNCTION, functools.partial(_once_or_twice, module))
     try:
         yield
     finally:
@@ -109,6 +107,36 @@ def layers_checkpointed(model: nn.Module) -> Iterator[None]:
             for name in (SWITCH, FUNCTION):
                 vars(module).pop(name, None)
             vars(module).update(own)
+
+
+def _once_or_twice(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A checkpointed call, unless it changes a buffer: then the layer runs once, as in eager.
+
+    Whether it does is seen afterwards. What it has changed is put back then, and so are random numbers.
+    """
+    among = (getattr(function, "__self__", None), *getattr(function, "args", ()))
+    layer = next((m for m in among if isinstance(m, nn.Module)), module)
+    before = {place: (b, b._version, b.clone()) for place, b in _buffers(layer).items()}
+    drawn, (devices, states) = torch.get_rng_state(), get_device_states(*args)
+    result = checkpoint(function, *args, use_reentrant=False, **kwargs)
+    after = _buffers(layer)
+    changed = [p for p, (b, version, _) in before.items() if after.get(p) is not b or b._version != version]
+    if not changed and after.keys() == before.keys():
+        return result
+    for m, name in after.keys() - before.keys():
+        del m._buffers[name]
+    with torch.no_grad():
+        for m, name in changed:
+            buffer, _, value = before[m, name]
+            m._buffers[name] = buffer.copy_(value)
+    torch.set_rng_state(drawn)
+    set_device_states(devices, states)
+    return function(*args, **kwargs)
+
+
+def _buffers(layer: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """The buffers of a layer, by the module that has them and their name there."""
+    return {(m, n): b for m in layer.modules() for n, b in m._buffers.items() if b is not None}
 
 
 def layers_of(model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,19 +52,18 @@ class CapturedRun:
         self.values: dict[Node, Any] = {}
         self.regions = {n: _region(facts, n) for n, m in facts.mixings.items() if not facts.has_columns(n)}
 
-    def _lifetimes(self) -> tuple[list[Node], dict[int, list[Node]]]:
+    def _lifetimes(self, first: Iterable[Node] = ()) -> tuple[list[Node], dict[int, list[Node]]]:
         """Nodes that the outputs are made of, and, by position, the values that are needed there last.
 
         Values without a gradient are kept: what is proved of a mask may depend on them (`_for_this_batch`).
+
+        Args:
+            first: nodes that are to be there before all others.
         """
         output = next(n for n in self.facts.nodes if n.op == "output")
-        needed, pending = set(), list(output.all_input_nodes)
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending.extend(node.all_input_nodes)
-        order = [n for n in self.facts.nodes if n in needed]
+        early, needed = _made_of(first), _made_of(output.all_input_nodes)
+        order = [n for n in self.facts.nodes if n in early]
+        order += [n for n in self.facts.nodes if n in needed - early]
         last: dict[Node, int] = {}
         for position, node in enumerate(order):
             # a product with masked weights is tried together with what its weights are made of
@@ -161,3 +160,14 @@ def _region(facts: Facts, node: Node) -> list[Node]:
         found.update(inner)
         pending.extend(inner)
     return [n for n in facts.nodes if n in found]
+
+
+def _made_of(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes, and all that they are made of."""
+    found, pending = set(), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found

@@ -8,6 +8,7 @@ operands that read rows up to i, reads rows up to i.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -92,7 +93,8 @@ class IndependenceProbe(CapturedRun):
         Raises:
             VerificationError: an op failed while it was probed; the message names the op and its source line.
         """
-        order, last_readings = self._lifetimes()
+        asked = (mask_facts(self.facts, mask).linear.values() for mask in self.masks)
+        order, last_readings = self._lifetimes(first=itertools.chain.from_iterable(asked))
         plain = plain_attention(self.inputs.values())
         with torch.no_grad(), torch._C._DisableAutocast(), plain:
             for position, node in enumerate(order):

@@ -249,25 +249,36 @@ def _draws(node: Node) -> bool:
     return node.op == "call_function" and is_random(node)
 
 
-def reached(body: LoopBody, operands: Sequence[Tensor]) -> list[bool]:
-    """Which operands have a gradient if all results have one.
+def reached(body: LoopBody, operands: Sequence[Tensor]) -> list[list[bool]]:
+    """For each result of a row: which operands have a gradient if this result has one, and no other.
 
     Args:
         body: of the loop.
         operands: of the op, of any shape and dtype; only those are looked at.
     """
+    length = body.carried + 2  # so that what goes from state to state arrives
     with _disable_current_modes(), FakeTensorMode(), torch.enable_grad():
-        few = [x.requires_grad_(x.is_floating_point()) for x in _few_of(operands)]
-        made, last = body.step(few, (), None)
-        asked = [x for x in few if x.requires_grad]
-        ends = [x for x in (made, last) if x.requires_grad]
-        ones = [torch.ones_like(x) for x in ends]
-        found = torch.autograd.grad(ends, asked, ones, allow_unused=True) if ends else [None] * len(asked)
+        few = [x.requires_grad_(x.is_floating_point()) for x in _few_of(operands, body.by_rows, length)]
+        rows, carried, rest = body.split(few)
+        made = []
+        for row in zip(*(x.unbind(0) for x in rows), strict=True):
+            carried, results = body.call(carried, row, rest)
+            made.append(results)
+        return [_reached_from(each, few) for each in zip(*made, strict=True)]
+
+
+def _reached_from(values: Sequence[Tensor], operands: Sequence[Tensor]) -> list[bool]:
+    asked, ends = [x for x in operands if x.requires_grad], [x for x in values if x.requires_grad]
+    if not ends:
+        return [False] * len(operands)
+    ones = [torch.ones_like(x) for x in ends]
+    found = torch.autograd.grad(ends, asked, ones, allow_unused=True, retain_graph=True)
     has = {id(x) for x, g in zip(asked, found, strict=True) if g is not None}
-    return [id(x) in has for x in few]
+    return [id(x) in has for x in operands]
 
 
-def _few_of(operands: Sequence[Tensor]) -> list[Tensor]:
-    """Operands of the same kinds, with 2 in place of sizes that are symbols, and 2 rows."""
-    sizes = ([2 if isinstance(s, torch.SymInt) else int(s) for s in x.shape] for x in operands)
+def _few_of(operands: Sequence[Tensor], by_rows: int = 0, rows: int = 2) -> list[Tensor]:
+    """Operands of the same kinds, with 2 in place of sizes that are symbols; of the first ones, some rows."""
+    sizes = [[2 if isinstance(s, torch.SymInt) else int(s) for s in x.shape] for x in operands]
+    sizes = [[rows, *own[1:]] if k < by_rows else own for k, own in enumerate(sizes)]
     return [torch.empty(s, dtype=x.dtype, device=x.device) for s, x in zip(sizes, operands, strict=True)]

@@ -21,16 +21,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from ...graph.autograd_functions import Retrace
 from ...graph.facts import expression
 from ...graph.recurrence import RECURRENCE
-from .body import (
-    LoopBody,
-    LoopNotUnderstood,
-    Size,
-    known_loop,
-    plain_body,
-    reached,
-    refuse_effects_of,
-    shared_dims,
-)
+from .apart import parts_of
+from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, refuse_effects_of, shared_dims
 
 log = logging.getLogger(__name__)
 SCAN = getattr(torch.ops.higher_order, "scan", None)
@@ -39,10 +31,10 @@ SCAN = getattr(torch.ops.higher_order, "scan", None)
 def replaced_scan(graph: Graph, node: Node) -> list[Node]:
     """Replace a call of the op in a Dynamo graph by one of `scan` below; nodes that nobody reads any more."""
     body, begin, rows, rest = node.args
-    read = {u.args[1] for u in node.users if u.target is operator.getitem}
-    last = tuple(k for k in range(len(begin)) if k in read or len(read) < len(node.users))  # type: ignore[arg-type]
+    entries = {u.args[1] if u.target is operator.getitem else None for u in node.users}
+    read = None if None in entries else tuple(sorted(entries))  # type: ignore[type-var]
     with graph.inserting_before(node):
-        new = graph.call_function(scan, (body, begin, rows, rest, last))
+        new = graph.call_function(scan, (body, begin, rows, rest, read))
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -54,7 +46,7 @@ def scan(
     begin: Sequence[Tensor],
     rows: Sequence[Tensor],
     rest: Sequence[Any],
-    last: tuple[int, ...],
+    read: tuple[int, ...] | None,
 ) -> list[Tensor | None]:
     """What PyTorch's op of this name returns: the carried values after the loop, and results by rows.
 
@@ -63,13 +55,13 @@ def scan(
         begin: what the carried values begin with.
         rows: values with the rows in dim 0, (T, ...).
         rest: what the body takes besides, tensors and numbers.
-        last: the carried values that are read after the loop. None stands for the others.
+        read: which of what it returns is read; the others may be None. None: all is.
 
     Returns:
         The carried values, in the shapes of `begin`, and the results, (T, ...).
     """
     try:
-        return _recurrence(body, begin, rows, rest, last)
+        return _recurrence(body, begin, rows, rest, read)
     except LoopNotUnderstood as error:
         log.info("a loop along a dim is unrolled: it %s", error)
         return _unrolled(body, begin, rows, rest)
@@ -119,25 +111,28 @@ def _recurrence(
     begin: Sequence[Tensor],
     rows: Sequence[Tensor],
     rest: Sequence[Any],
-    last: tuple[int, ...],
+    read: tuple[int, ...] | None,
 ) -> list[Tensor | None]:
-    """The same as one op.
+    """The same as one op, or as one for each kind of results, see NOTE [results of a loop].
 
     Raises:
         LoopNotUnderstood: it cannot be.
     """
     if not isinstance(rows[0].shape[0], torch.SymInt):
         raise LoopNotUnderstood("goes over a number of rows that is always the same")
+    carried, device = len(begin), rows[0].device.type
+    last = tuple(k for k in range(carried) if read is None or k in read)
     body, operands, results = understood(module, begin, rows, rest, last)
-    name, device = known_loop(body, operands), rows[0].device.type
+    own = len(results) - len(last)
+    wanted = [k for k in range(own) if read is None or carried + k in read]
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    # where eager has no gradient, there is none
-    operands = [
-        x if known else x.detach() for x, known in zip(operands, reached(body, operands), strict=True)
-    ]
-    made = _apart(RECURRENCE(name, operands, [], cast), results, body.shared)
-    own, carried = made[: len(made) - len(last)], dict(zip(last, made[len(made) - len(last) :], strict=True))
-    return [*(carried[k].select(0, -1) if k in carried else None for k in range(len(begin))), *own]
+    made: dict[int, Tensor] = {}
+    for part in parts_of(body, operands, results, (*wanted, *range(own, len(results)))):
+        op = RECURRENCE(known_loop(part.body, part.operands), part.operands, [], cast)
+        of_part = _apart(op, [results[k] for k in part.results], part.body.shared)
+        made.update(zip(part.results, of_part, strict=True))
+    after = {k: made[own + place].select(0, -1) for place, k in enumerate(last)}
+    return [*map(after.get, range(carried)), *map(made.get, range(own))]
 
 
 def understood(

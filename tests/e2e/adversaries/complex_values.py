@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from e2e_adversary import WHATEVER, Cases
+from e2e_adversary import REFUSED, WHATEVER, Cases, Record, tokens
 from e2e_subject import WIDTH, Subject, heads, joined, token_loss
 from torch import Tensor, nn
 
@@ -197,3 +199,21 @@ def complex_scalar_output(m: Subject, x: Tensor, ids: Tensor) -> tuple[Tensor, T
 @CASES.loss(want=WHATEVER)
 def complex_rows_output(m: Subject, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return token_loss(m, x, ids), paired(x).prod(-1)
+
+
+class ViewBeside(Subject):
+    """Returns a view of a complex value that the loss is made of."""
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.attend(self.embed(input_ids))
+        z = paired(x)
+        return token_loss(self, unpaired(z * z), input_ids), z.view(z.shape)
+
+
+@CASES.scenario(f"{WHATEVER}|{REFUSED}", make=lambda door: ViewBeside(), name="a view beside the loss")
+def _view_beside(m: Subject, call: Any, record: Record) -> None:
+    for length in (33, 21):
+        loss, view = call(tokens(2, length))
+        (found,) = torch.autograd.grad(loss, view, allow_unused=True)
+        record("loss", loss)
+        record("of the view", None if found is None else torch.view_as_real(found))

@@ -15,6 +15,7 @@ from adversaries import (
     calls,
     complex_values,
     convolutions,
+    corners,
     experts,
     functions,
     gradients,
@@ -45,8 +46,12 @@ MODULES = (
     gradients,
 )
 MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections, loops)
+MODULES += (corners,)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
+    "corners: an adapter times zero": "transform",
+    "corners: a mask and two": "compile",
+    "loops: logits beside the last state": "compile",
     "selections: an indexer": "compile",
     "attention: attention with one bias for each head": "compile",
     "selections: sorted and masked": "transform",

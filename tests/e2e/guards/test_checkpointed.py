@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from e2e_check import step
 from e2e_models import build as dense
 from e2e_models import plain, set_dropout
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import streambp_fx
 from benchmarks.families.configs import build
@@ -86,8 +88,6 @@ def test_whose_layers_may_be_computed_twice() -> None:
     hook.remove()
     assert may_be_checkpointed(model)
     norm = model.model.norm
-    model.model.norm = nn.Sequential(nn.BatchNorm1d(3))
-    assert not may_be_checkpointed(model), "its statistics would be updated twice"
     model.model.norm = type("Own", (nn.Module,), {"__module__": "theirs"})()
     assert not may_be_checkpointed(model), "nobody said that it can be computed twice"
     model.model.norm = norm
@@ -96,6 +96,54 @@ def test_whose_layers_may_be_computed_twice() -> None:
     del model.model.norm.forward
     assert may_be_checkpointed(streambp_fx.transform(model))
     assert not may_be_checkpointed(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("made_of", ["spectral", "statistics", "another"])
+def test_a_layer_that_changes_a_buffer_runs_once(made_of: str) -> None:
+    """In place, or by putting another one in its place; the layers beside it are checkpointed."""
+
+    class Counted(nn.Linear):
+        __module__ = "torch.nn"  # as if the library had it
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x) * self.calls
+
+    Counted.forward.__module__ = "torch.nn"
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        model = dense("llama", dtype=torch.float64).train()
+        mlp = model.model.layers[0].mlp
+        if made_of == "spectral":
+            spectral_norm(mlp.down_proj)
+        elif made_of == "statistics":
+            mlp.down_proj = nn.Sequential(mlp.down_proj, nn.InstanceNorm1d(33, track_running_stats=True))
+        else:
+            counted = Counted(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False).double()
+            counted.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+            mlp.down_proj = counted
+        set_dropout(model.config, 0.1)
+        return model.double()
+
+    given = plain(2, 33)
+    want, model = built(), built()
+    model.load_state_dict(want.state_dict())
+    assert may_be_checkpointed(model)
+    for _ in range(2):
+        losses = []
+        for own, within in ((want, contextlib.nullcontext()), (model, layers_checkpointed(model))):
+            torch.manual_seed(1)
+            own.zero_grad()
+            with within:
+                loss = own(**given, use_cache=False).loss
+            loss.backward()
+            losses.append(loss)
+        assert losses[0].equal(losses[1])
+        for (name, a), b in zip(want.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-14, msg=name)
+        for (name, a), b in zip(want.named_buffers(), model.buffers(), strict=True):
+            assert a.equal(b), name
 
 
 def test_what_was_on_stays_on() -> None:

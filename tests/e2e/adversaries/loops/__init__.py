@@ -1,6 +1,6 @@
 """Loops along the sequence: a step from row to row is streamed, and nothing else is taken for one."""
 
-from . import layers, misread, steps, unrolled
+from . import layers, misread, outputs, steps, unrolled
 from .parts import CASES
 
-__all__ = ["CASES", "layers", "misread", "steps", "unrolled"]
+__all__ = ["CASES", "layers", "misread", "outputs", "steps", "unrolled"]
