@@ -37,7 +37,6 @@ def a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1 << 17,
-        "use_cache": False,
     }
     folder = tmp_path / "path" / "to" / "model"
     torch.manual_seed(0)

@@ -358,7 +358,7 @@ def _judge(facts: Facts, piece: Segment) -> None:
     piece.removed = max(lengths, default=0)
     if piece.chunked and len(lengths) > 1:
         piece.chunked, piece.refused = False, lengths[piece.removed]
-        piece.reason = "sequences of different lengths meet in it"
+        piece.reason = "two values with different numbers of rows are combined in it"
     if not piece.mixings:
         piece.kind = "rows" if _contracts(facts, piece) or piece.rows else "unchunked"
         return

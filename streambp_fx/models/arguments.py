@@ -28,15 +28,25 @@ DOCUMENTS_MEET = (
 )
 
 
+CACHED = (
+    "this step returns a cache for generation, since the model's config has use_cache=True, the default of "
+    "transformers. So keys and values of all layers are stored, which may take more memory than all the "
+    "rest. Set model.config.use_cache = False for training, or give use_cache=False with the inputs."
+)
+
+
 def signature_of(model: nn.Module, forward: Any, follow: bool = True) -> inspect.Signature:
-    """Signature of a forward; that of the class where somebody wrapped it with `*args, **kwargs`.
+    """Signature of a forward; where that is `*args, **kwargs`, of the class, or of one that it extends.
 
     Args:
         follow: where a function says that it wraps another, that of the other.
     """
     found = inspect.signature(forward, follow_wrapped=follow)
-    if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
-        return inspect.signature(types.MethodType(type(model).forward, model))
+    for owner in type(model).__mro__:
+        if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found.parameters.values()):
+            break
+        if "forward" in vars(owner) and owner is not nn.Module:
+            found = inspect.signature(types.MethodType(vars(owner)["forward"], model))
     return found
 
 
@@ -193,6 +203,21 @@ def without_cache(given: Arguments, model: nn.Module, signature: inspect.Signatu
         warn(DOCUMENTS_MEET)
         return given
     return given.with_keywords(use_cache=False)
+
+
+def warn_of_cache(given: Arguments, model: nn.Module) -> None:
+    """Say that a call in training makes a cache, unless the caller has asked for it.
+
+    `torch.compile` traces the call as it is: what it returns is returned, and so it is stored.
+
+    Args:
+        given: arguments of the call.
+        model: the model.
+    """
+    asked = given.get("use_cache") is not None or given.get("past_key_values") is not None
+    caches = getattr(getattr(model, "config", None), "use_cache", False) is True
+    if caches and not asked and model.training and _takes_cache(model, signature_of(model, model.forward)):
+        warn(CACHED)
 
 
 def _takes_cache(model: nn.Module, signature: inspect.Signature) -> bool:

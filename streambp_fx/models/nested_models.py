@@ -31,8 +31,15 @@ def is_of_transformers(model: nn.Module, forward: Any) -> bool:
     adapted = getattr(model, "get_base_model", None)
     base = adapted() if adapted is not None and hasattr(model, "peft_config") else model
     theirs = ("transformers.", "peft.")
-    forwards = (forward, base.forward)
+    forwards = (_innermost(forward), _innermost(base.forward))
     return isinstance(base, PreTrainedModel) and all(f.__module__.startswith(theirs) for f in forwards)
+
+
+def _innermost(forward: Any) -> Any:
+    """What a forward says that it wraps, as accelerate's does, which casts the outputs."""
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
 
 
 def models_within(model: nn.Module) -> list[nn.Module]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 
-from .arguments import Arguments
+from .arguments import Arguments, warn_of_cache
 from .inputs import check_values, complaints, has_both, raise_its_own_error
 from .nested_models import is_of_transformers
 
@@ -48,7 +48,10 @@ def in_the_words_of_the_model(frame: Any, compiled: Callable[[], Any]) -> Any:
         if has_both(call.given) or complaints(call.given, call.model):
             call.raise_its_own_error()
     try:
-        return compiled()
+        found = compiled()
+        if call is not None and torch.is_grad_enabled():
+            warn_of_cache(call.given, call.model)
+        return found
     except Exception as error:
         failed = error
     if call is not None and _may_be_due_to_inputs(failed):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from trainer_runs import build, tokenizer, words
 
+import streambp_fx
 from streambp_fx.integrations import StreamBPCallback
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,20 @@ def test_accelerate(capsys: Any) -> None:
 @pytest.mark.slow
 def test_accelerate_in_mixed_precision(capsys: Any) -> None:
     assert_same_losses(script("accelerate_loop", "accelerate"), capsys, 2e-3, mixed_precision="bf16")
+
+
+def test_accelerate_after_transform_stores_no_cache() -> None:
+    """Its wrapper casts what the forward returns, and means nothing else by the arguments."""
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).train()
+    streambp_fx.transform(model, chunk=16)
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    ids = torch.randint(0, 97, (1, 45))
+    prepared(input_ids=ids, labels=ids).loss.backward()
+    assert streambp_fx.schedule(model).stored_bytes_per_row() <= 2 * 32 * 4
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from e2e_models import VOCAB, build, plain, sample
 from torch import nn
 
 import streambp_fx
+from streambp_fx.models.arguments import signature_of
 
 IDS = plain(2, 24)["input_ids"]
 WIDTH = 32
@@ -322,3 +323,29 @@ def test_a_sequence_dim_that_is_not_there() -> None:
 def test_options_that_are_no_dictionary() -> None:
     with pytest.raises(ValueError, match=r'options must be a dictionary such as \{"chunk": 2000\}'):
         torch.compile(small(), backend="streambp", options="chunk")(**batch())  # type: ignore[call-overload]
+
+
+def test_a_cache_that_is_stored_is_said_once() -> None:
+    """`torch.compile` returns what the model returns, and transformers make a cache by default."""
+    model = build("llama")
+    model.config.use_cache = True
+    call = compiled(model)
+    with pytest.warns(streambp_fx.StreamBPWarning, match="returns a cache for generation.*use_cache = False"):
+        call(**plain(2, 37)).loss.backward()
+    stored = streambp_fx.schedule(model).stored_bytes_per_row()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", streambp_fx.StreamBPWarning)
+        call(**plain(2, 41), use_cache=False).loss.backward()
+    assert stored > 2 * streambp_fx.schedule(model).stored_bytes_per_row()
+
+
+def test_a_forward_that_passes_everything_on() -> None:
+    class Own(type(build("llama"))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = Own(build("llama").config)
+    assert "input_ids" in signature_of(model, model.forward).parameters
+    streambp_fx.transform(model, chunk=8)
+    model(**plain(2, 37)).loss.backward()
+    assert streambp_fx.status(model).streamed
