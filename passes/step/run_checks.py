@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .buffer_states import BufferStates, Fault, Rows
 from .instructions import Buffer, BufferKind, Chunks, Over, Procedure, Run
-from .signature import KEPT, PROGRAMS, Signature
+from .signature import KEPT, Signature
 
 #: What of a call of a program must be as it was traced, and what that is.
 PARTS_OF_A_RUN = {
@@ -55,7 +55,7 @@ def check_run(state: BufferStates, instruction: Run) -> None:
 def _is_as_it_was_made(state: BufferStates, run: Run) -> None:
     """A program is one that the procedure may call; it takes and makes what it was traced with."""
     name = state.procedure.name
-    if run.program not in PROGRAMS[name]:
+    if run.program not in state.signature.programs(name):
         raise Fault(f"{run.program!r} is no program for a {name}")
     expected = state.signature.run(name, run.program)
     for attribute, words in PARTS_OF_A_RUN.items():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Buffers = tuple[Buffer, ...]
 KEPT = Buffer(BufferKind.KEPT)
-#: The programs that a procedure may call.
+#: The programs that a procedure may call in some way of running it.
 PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "forward": ("forward", "states"),
     "again": ("forward",),
@@ -141,6 +141,11 @@ class Signature:
             own=program == "state_joint" or (fills and not self.chained),
             rewrites=states if again else (),
         )
+
+    def programs(self, procedure: str) -> tuple[str, ...]:
+        """The programs that a procedure may call. States that are kept are not made again."""
+        unused = "states" if procedure == "backward" and self.kept_states else "columns"
+        return tuple(p for p in PROGRAMS[procedure] if p != unused)
 
     def takes_kept(self, procedure: str, program: str) -> bool:
         """True if a program goes on from what the forward has kept."""

@@ -107,10 +107,10 @@ def check_layers(state: State, instruction: Layers) -> None:
 
 def _form(instruction: StepInstruction) -> Hashable:
     """What an instruction does, whatever it does it to."""
-    own = (type(instruction), len(instruction.inputs), len(instruction.results))
     names = ("programs", "procedure_name", "way", "part", "place", "there", "stays")
     found: list[Hashable] = [getattr(instruction, name, None) for name in names]
-    return (*own, *found, tuple(_form(i) for i in getattr(instruction, "body", ())))
+    found += [type(instruction), len(instruction.inputs), len(instruction.results)]
+    return (*found, *(_form(i) for i in getattr(instruction, "body", ())))
 
 
 # ---- where something lies
