@@ -109,7 +109,7 @@ def _form(instruction: StepInstruction) -> Hashable:
     """What an instruction does, whatever it does it to."""
     names = ("programs", "procedure_name", "way", "part", "place", "there", "stays")
     found: list[Hashable] = [getattr(instruction, name, None) for name in names]
-    found += [type(instruction), len(instruction.inputs), len(instruction.results)]
+    found += [type(instruction).__name__, len(instruction.inputs), len(instruction.results)]
     return (*found, *(_form(i) for i in getattr(instruction, "body", ())))
 
 

@@ -37,6 +37,9 @@ def read_by(state: State, call: Call, lent: Value | None = None) -> tuple[Value,
 
     Args:
         lent: a gradient that the loop around it has read, and over which a call may write.
+
+    Raises:
+        Fault: it reads such a gradient, and none is lent.
     """
     found = []
     for buffer in call.procedure.parameters:

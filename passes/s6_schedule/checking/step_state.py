@@ -280,14 +280,14 @@ class State:
         if left:
             raise self._at_its_maker("is left", sorted(left, key=lambda v: v.name))
         missing = [v for v in program.gradients if v not in self.gradients.handed_over]
-        if missing and program.backward:
+        if missing:
             raise self._at_its_maker("is not handed over", missing)
         gathered = self.shared.gathered
         kept = sorted(gathered.keys() - program.forward_only)
         if kept:
             raise Fault(f"group {kept[0]} of parameters is not given back", gathered[kept[0]])
         missing = [v for v in program.summed if v not in self.shared.summed]
-        if missing and program.backward:
+        if missing:
             lost = [Value(ValueKind.GRADIENT, v.node) for v in missing]
             raise self._at_its_maker("is not summed over the devices", lost)
         if self.shared.collected is not None:

@@ -367,8 +367,14 @@ def test_rows_of_other_devices_are_gathered(name: str, what: str) -> None:
         check_step(once(several(name), a(CollectRows), change))
 
 
+def forward_alone() -> StepProgram:
+    own = STEPS["plain"]()
+    return transformed(schedule(own, training=False), own)
+
+
 PROMISES: dict[str, tuple[Edit, str]] = {
     "gradients are given": (lambda s: replace(s, given=(*s.given, *s.gradients)), "nothing that the caller"),
+    "no backward": (lambda s: replace(forward_alone(), gradients=s.gradients), "is not handed over"),
     "nothing is returned": (lambda s: replace(s, returned=()), "returns"),
     "a gradient is not promised": (lambda s: replace(s, gradients=s.gradients[1:]), "is not what the caller"),
     "a gradient too many": (
