@@ -25,7 +25,7 @@ LAYERS = [
     *("errors", "units", "versions"),
     *("passes.graph", "passes.pipeline", "passes.cost", "passes.rules", "passes.masks", "passes.step"),
     *("passes.s1_capture", "passes.s2_prove", "passes.s3_cut", "passes.s4_trace", "passes.s5_lower"),
-    *("passes.s6_schedule.program", "passes.s6_schedule"),
+    *("passes.s6_schedule.program", "passes.s6_schedule.checking", "passes.s6_schedule"),
     *("passes", "options", "runtime.segments", "runtime", "cost", "choosing", "auto_executor"),
     *("sharding", "planning"),
     *("show", "show.code", "show.page", "schedule"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +20,12 @@ from ..step.build import Builder, Way
 from ..step.checker import check
 from ..step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
 from ..step.saving import Price
+from ..step.signature import PROGRAMS, Signature
 from .lower import Lowered, LoweringSettings, live_nodes, lower, restrict
 from .saved_values import ForwardHalf, saved_values
+
+#: Buffers that go into no program.
+MADE = (BufferKind.OUTPUT, BufferKind.GRADIENT)
 
 
 class SegmentPrograms:
@@ -187,10 +192,20 @@ class SegmentPrograms:
         """
         key = name, way
         if key not in self._procedures:
-            made = getattr(Builder(self, way), name)()
+            made = replace(getattr(Builder(self, way), name)(), signature=self.signature(way))
             check(made)
             self._procedures[key] = made
         return self._procedures[key]
+
+    def signature(self, way: Way) -> Signature:
+        """What the programs read and make, for the checker of procedures."""
+        found = {kind: tuple(self.buffers(kind)) for kind in BufferKind if kind not in MADE}
+        found[BufferKind.OUTPUT] = tuple(Buffer(BufferKind.OUTPUT, n) for n in self.segment.outputs)
+        found[BufferKind.GRADIENT] = tuple(Buffer(BufferKind.GRADIENT, n) for n in self.diff_rows)
+        kinds = {kind for own in PROGRAMS.values() for kind in own}
+        slots = {k: (tuple(self.slots(k).tensors), tuple(self.slots(k, True).tensors)) for k in kinds}
+        reads_kept = frozenset(filter(self.reads_kept, kinds))
+        return Signature(way, found, slots, reads_kept, self.segment.chained, self.in_turn)
 
     def buffers(self, kind: BufferKind) -> list[Buffer]:
         """What goes into programs, of one kind."""

@@ -11,8 +11,8 @@ own_rows       each device runs its own rows of the sequence
 sharding       parameters that are stored in pieces: taken before they are read, and given back
 unstreamed     the step as PyTorch runs it, to be counted
 collectives    which collectives a step calls, and with how many bytes
-checker, call_checks, step_state
-               proves of a step that nothing is read before it is made, and so on
+checker        proves of a step that each value goes where it belongs
+checking       what it proves of each kind of instruction
 text           a step for people to read, and as JSON
 repeats        repetitions in a list
 """

@@ -83,6 +83,7 @@ class Scheduler:
         given = [n for n in self.facts.nodes if n.op in ("placeholder", "get_attr") and self._is_value(n)]
         leaves = [n for n in given if n in self.contributors]
         return StepProgram(
+            facts=self.facts,
             given=_captured(given),
             returned=self._returned(),
             gradients=tuple(Value(ValueKind.GRADIENT, n) for n in leaves),

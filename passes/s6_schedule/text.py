@@ -191,7 +191,7 @@ def _kept_at(instruction: Any) -> str:
 
 
 def _place(instruction: Any) -> str:
-    return {"host": "the host", "disk": "disk"}[instruction.place]
+    return "the host" if instruction.place == "host" else str(instruction.place)
 
 
 def _part(instruction: RunPart | Differentiate) -> str:

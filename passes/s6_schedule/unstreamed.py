@@ -34,7 +34,7 @@ def unstreamed(parts: StepParts, checkpointing: bool) -> StepProgram:
             come, go = _gradients(facts, made), _gradients(facts, read)
             own = Differentiate(part=part, name="segment", segment=segment.index, results=go)
             backward.append(replace(own, inputs=(*come, *read, *kept)))
-    return StepProgram((), (), (), (), tuple(forward), tuple(reversed(backward)))
+    return StepProgram(facts, (), (), (), (), tuple(forward), tuple(reversed(backward)))
 
 
 def _gradients(facts: Facts, values: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .instructions import Buffer, BufferKind, Chunks, Procedure
+from .instructions import Buffer, BufferKind, Chunks, Instruction, Procedure
+from .signature import KEPT, Signature
 
 
 class Rows(Enum):
@@ -17,14 +18,25 @@ class Rows(Enum):
 
 
 class Fault(Exception):
-    """What is wrong, before it is known where."""
+    """What is wrong.
+
+    Attributes:
+        instruction: at which that is seen; None: at the one that is followed, if one is.
+    """
+
+    def __init__(self, words: str, instruction: Instruction | None = None) -> None:
+        super().__init__(words)
+        self.instruction = instruction
 
 
 class BufferStates:
     """What is known between two instructions.
 
     Attributes:
+        signature: what the programs of the segment take and make.
+        made_by: what has last had to do with a buffer.
         rows: of the buffers that are held.
+        zeroed: buffers whose rows are zero where they do not lie on another one.
         lies_on: buffers that lie where another one did.
         results: of the chunk's program, not written yet.
         loop: that is followed.
@@ -37,8 +49,10 @@ class BufferStates:
         summed: state gradients to which other devices have added.
     """
 
-    def __init__(self, procedure: Procedure) -> None:
-        self.procedure = procedure
+    def __init__(self, procedure: Procedure, signature: Signature) -> None:
+        self.procedure, self.signature = procedure, signature
+        self.made_by: dict[Buffer, Instruction] = {}
+        self.zeroed: set[Buffer] = set()
         self.rows = dict.fromkeys((*procedure.parameters, *procedure.passing), Rows.COMPLETE)
         self.lies_on: dict[Buffer, Buffer] = {}
         self.results: set[Buffer] = set()
@@ -53,7 +67,7 @@ class BufferStates:
         self.received: set[Buffer] = set()
         self.sent: set[Buffer] = set()
         self.summed: set[Buffer] = set()
-        self.kept = Buffer(BufferKind.KEPT) in self.rows
+        self.kept = KEPT in self.rows
 
     def need(self, buffer: Buffer) -> Rows:
         """What its rows hold; it must be held.
@@ -110,25 +124,31 @@ class BufferStates:
         Raises:
             Fault: something is not, or is left.
         """
-        kept = Buffer(BufferKind.KEPT)
         for buffer in self.procedure.results:
-            if buffer == kept:
-                if not self.kept:
-                    raise Fault("nothing was kept")
-                continue
-            self.complete(buffer)
-            self._handed_over(buffer)
+            try:
+                self._handed_over(buffer)
+            except Fault as fault:
+                raise Fault(str(fault), self._seen_at(buffer)) from None
         if self.received != self.sent:
-            raise Fault(f"{min(b.name for b in self.received ^ self.sent)} is received and not sent on")
-        mine = self.rows.keys() - {
-            *self.procedure.parameters,
-            *self.procedure.results,
-            *self.procedure.passing,
-        }
+            lost = min(self.received ^ self.sent, key=lambda b: b.name)
+            raise Fault(f"{lost.name} is received and not sent on", self._seen_at(lost))
+        procedure = self.procedure
+        mine = self.rows.keys() - {*procedure.parameters, *procedure.results, *procedure.passing}
         if mine:
-            raise Fault(f"{min(b.name for b in mine)} is left allocated")
+            left = min(mine, key=lambda b: b.name)
+            raise Fault(f"{left.name} is left allocated", self._seen_at(left))
+
+    def _seen_at(self, buffer: Buffer) -> Instruction | None:
+        """What has last had to do with a buffer; if nothing had, the last instruction."""
+        body = self.procedure.body
+        return self.made_by.get(buffer, body[-1] if body else None)
 
     def _handed_over(self, buffer: Buffer) -> None:
+        if buffer == KEPT:
+            if not self.kept:
+                raise Fault("nothing was kept")
+            return
+        self.complete(buffer)
         scaling, loss = self.procedure.name == "scaling", self.procedure.name == "loss"
         if scaling and buffer not in self.scaled:
             raise Fault(f"{buffer.name} is not multiplied by the gradient of the loss")

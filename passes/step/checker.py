@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..graph.facts import shape_of, tensors_of
 from .buffer_states import BufferStates, Fault, Rows
 from .instructions import (
+    BY_ROWS,
     AllGather,
     Allocate,
     Buffer,
@@ -36,7 +38,9 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
+from .run_checks import check_prices, check_run, names
 from .saving import ALL
+from .signature import PROGRAMS, Signature
 from .text import line
 
 
@@ -44,32 +48,62 @@ class UnsoundProcedure(Exception):
     """A procedure reads what is not there, or leaves undone what it promises.
 
     Attributes:
-        procedure: its name.
-        instruction: the one at which that is seen; None: the end.
+        procedure: that.
+        instruction: the one at which that is seen, or which had to do last with what is left; None: what is
+            wrong is wrong with the procedure as a whole.
     """
 
     def __init__(self, procedure: Procedure, instruction: Instruction | None, words: str) -> None:
-        place = "at the end" if instruction is None else f"at `{line(instruction)}`"
-        super().__init__(f"procedure {procedure.name}, {place}: {words}")
+        place = "" if instruction is None else f", at `{_line(instruction)}`"
+        super().__init__(f"procedure {procedure.name}{place}: {words}")
         self.procedure, self.instruction = procedure, instruction
+
+
+def _line(instruction: Instruction) -> str:
+    """An instruction in one line; its kind, if it is so broken that it has none."""
+    try:
+        return line(instruction)
+    except Exception:
+        return type(instruction).__name__
 
 
 def check(procedure: Procedure) -> None:
     """Prove that a procedure is sound.
 
     What is read is held and complete; each row is written once; sums begin with zero, and are finished before
-    they are read; what is allocated is freed or handed over; every result of a program is used.
+    they are read; what is allocated is freed or handed over; every result of a program is used. Programs are
+    given what they take, in order, and make what they return (`Signature`); so does the procedure.
 
     Raises:
         UnsoundProcedure: it is not.
     """
-    state = BufferStates(procedure)
-    for instruction in _joined(procedure):
-        _step(state, instruction)
+    signature = procedure.signature
     try:
+        if signature is None or procedure.name not in PROGRAMS:
+            raise Fault("what it takes and makes is not known")
+        _has_interface(procedure, signature)
+        state = BufferStates(procedure, signature)
+        for instruction in _joined(procedure):
+            _step(state, instruction)
+        check_prices(procedure, signature)
         state.end()
     except Fault as fault:
-        raise UnsoundProcedure(procedure, None, str(fault)) from None
+        raise UnsoundProcedure(procedure, fault.instruction, str(fault)) from None
+
+
+def _has_interface(procedure: Procedure, signature: Signature) -> None:
+    """It takes and makes what it is called for."""
+    expected, way = signature.interface(procedure.name), signature.way
+    for words, found, other in (
+        ("is given", procedure.parameters, expected.parameters),
+        ("hands over", procedure.results, expected.results),
+    ):
+        if found != other:
+            raise Fault(f"it {words} {names(found)}, and not {names(other)}")
+    if len(procedure.passing) != len(expected.passing) or set(procedure.passing) != expected.passing:
+        raise Fault(f"it shares {names(procedure.passing)} with its neighbours, a chunk at a time")
+    if procedure.several is not way.several:
+        raise Fault("its rows are those of one of several devices, or all, and the other is so")
 
 
 def _joined(procedure: Procedure) -> Iterator[Instruction]:
@@ -102,9 +136,26 @@ def _body_of(loop: Chunks) -> tuple[Any, ...]:
 
 def _step(state: BufferStates, instruction: Instruction) -> None:
     try:
+        if type(instruction) not in CHECKS:
+            raise Fault(f"there is no instruction {type(instruction).__name__}")
+        own = _buffer_of(instruction)
+        if own is not None and not state.signature.knows(own):
+            raise Fault(f"{own.name} is no buffer of the segment")
         CHECKS[type(instruction)](state, instruction)
+    except UnsoundProcedure:
+        raise
     except Fault as fault:
-        raise UnsoundProcedure(state.procedure, instruction, str(fault)) from None
+        raise UnsoundProcedure(state.procedure, fault.instruction or instruction, str(fault)) from None
+    except Exception as error:  # it is so broken that nobody has thought of it
+        words = f"{type(error).__name__}: {error}"
+        raise UnsoundProcedure(state.procedure, instruction, words) from error
+    touched = (*instruction.results, *instruction.adds) if isinstance(instruction, Run) else (own,)
+    state.made_by.update((b, instruction) for b in touched if b is not None)
+
+
+def _buffer_of(instruction: Instruction) -> Buffer | None:
+    """The buffer to which something is done; a loop and a program have several."""
+    return None if isinstance(instruction, Chunks | Run) else instruction.buffer
 
 
 # ---- memory
@@ -115,15 +166,31 @@ def _allocate(state: BufferStates, instruction: Allocate) -> None:
     if buffer.kind is BufferKind.SUM:
         assert buffer.node is not None
         state.need(Buffer(BufferKind.CONSTANT, buffer.node))  # whose memory layout it has
+    if buffer.kind is BufferKind.STATE and buffer.by_chunk and not instruction.zero:
+        raise Fault(f"{buffer.name} goes from chunk to chunk, and does not begin with zeros")
     state.hold(buffer, Rows.ZERO if instruction.zero else Rows.ANYTHING)
 
 
 def _overwrite(state: BufferStates, instruction: Overwrite) -> None:
-    state.complete(instruction.old)
-    if instruction.old in state.lies_on.values():
-        raise Fault(f"{instruction.old.name} is overwritten by two")
-    state.hold(instruction.buffer, Rows.ANYTHING)
-    state.lies_on[instruction.buffer] = instruction.old
+    new, old = instruction.buffer, instruction.old
+    state.complete(old)
+    if old in state.lies_on.values():
+        raise Fault(f"{old.name} is overwritten by two")
+    if old not in state.signature.way.overwrites or new.kind is not BufferKind.GRADIENT:
+        raise Fault(f"{old.name} may not be overwritten")
+    if not _are_alike(new, old) or (old.kind is BufferKind.ROWS and old.node is not new.node):
+        raise Fault(f"{old.name} has another form, or is another one's")
+    state.hold(new, Rows.ANYTHING)
+    state.lies_on[new] = old
+    if instruction.zero:
+        state.zeroed.add(new)
+
+
+def _are_alike(one: Buffer, other: Buffer) -> bool:
+    if one.node is None or other.node is None:
+        return False
+    dtypes = {tensors_of(n)[0].dtype for n in (one.node, other.node)}
+    return len(dtypes) == 1 and shape_of(one.node) == shape_of(other.node)
 
 
 def _free(state: BufferStates, instruction: Free) -> None:
@@ -147,13 +214,25 @@ def _free(state: BufferStates, instruction: Free) -> None:
 def _chunks(state: BufferStates, loop: Chunks) -> None:
     if state.loop is not None:
         raise Fault("a loop over chunks within another one")
+    if not loop.body:
+        raise Fault("nothing is done in it")
+    if (loop.over is Over.RUN) is (state.procedure.name == "loss"):
+        raise Fault("these are not the rows that it has to run")
     state.loop, state.written = loop, set()
     for instruction in loop.body:
         _step(state, instruction)
     state.used()
     for buffer in state.written:
+        _rest_is_zero(state, loop, buffer)
         state.rows[buffer] = _after(state.rows[buffer], loop.over)
     state.loop = None
+
+
+def _rest_is_zero(state: BufferStates, loop: Chunks, buffer: Buffer) -> None:
+    """Where rows are left out, they are zero before the others are written."""
+    anything = state.rows[buffer] is Rows.ANYTHING and buffer not in state.zeroed
+    if state.signature.way.left_out and loop.over is Over.RUN and buffer.kind in BY_ROWS and anything:
+        raise Fault(f"rows of {buffer.name} that are not run hold anything", state.made_by.get(buffer))
 
 
 def _after(rows: Rows, over: Over) -> Rows:
@@ -163,67 +242,6 @@ def _after(rows: Rows, over: Over) -> Rows:
     if over is Over.NOT_COUNTED and rows is not Rows.COUNTED:
         raise Fault("rows that do not count are written, and those that count are not")
     return Rows.COMPLETE
-
-
-def _run(state: BufferStates, instruction: Run) -> None:
-    loop = state.loop
-    if loop is None:
-        raise Fault("a program for a chunk is called outside of a loop")
-    state.used()
-    kept = Buffer(BufferKind.KEPT)
-    if instruction.price is not None and kept not in (*instruction.inputs, *instruction.results):
-        raise Fault("what is to be saved is neither made nor read")
-    for buffer in instruction.inputs:
-        _reads(state, loop, instruction, buffer)
-        state.read.add(buffer)
-    for buffer in instruction.writes:
-        state.unwritten(buffer)
-        if loop.reverse:
-            raise Fault(f"{buffer.name}: in reverse no rows of earlier chunks are there to be read")
-        state.written.add(buffer)
-    for buffer in instruction.rewrites:
-        state.complete(buffer)
-    for buffer in instruction.finishes:
-        _finish(state, loop, instruction, buffer)
-    for buffer in instruction.adds:
-        if state.need(buffer) is Rows.ANYTHING:
-            raise Fault(f"{buffer.name} is added to, and does not begin with zero")
-        if buffer in state.rounded:
-            raise Fault(f"{buffer.name} is added to after it was rounded")
-        state.added.add(buffer)
-        state.written.add(buffer)
-    state.results = set(instruction.results)
-
-
-def _reads(state: BufferStates, loop: Chunks, run: Run, buffer: Buffer) -> None:
-    """An input is held, and holds what it should."""
-    if buffer.kind is BufferKind.KEPT:
-        if not state.kept or loop.over is not Over.RUN:
-            raise Fault("nothing is kept of its chunks")
-        return
-    state.need(buffer)
-    if buffer.kind is BufferKind.SUM or buffer in run.adds or buffer in run.writes:
-        return
-    state.complete(buffer)
-    there = run.own or buffer in state.gathered or buffer in state.received
-    if buffer.kind is BufferKind.STATE and state.procedure.several and not there:
-        raise Fault(f"rows of {buffer.name} are read that other devices have")
-    lost = [new for new, old in state.lies_on.items() if old == buffer]
-    if any(new in state.written or state.rows[new] is not Rows.ANYTHING for new in lost):
-        raise Fault(f"rows of {buffer.name} are read after they were overwritten")
-
-
-def _finish(state: BufferStates, loop: Chunks, run: Run, buffer: Buffer) -> None:
-    """The rows of a state gradient are complete when they are differentiated."""
-    state.need(buffer)
-    if buffer in state.finished:
-        raise Fault(f"rows of {buffer.name} are differentiated twice")
-    if buffer in run.adds:
-        if not loop.reverse:
-            raise Fault(f"{buffer.name}: later chunks, which add to its rows, must come first")
-    elif buffer not in state.added:
-        raise Fault(f"{buffer.name} is differentiated before anything was added to it")
-    state.finished.add(buffer)
 
 
 def _write_rows(state: BufferStates, instruction: WriteRows) -> None:
@@ -273,15 +291,21 @@ def _keep(state: BufferStates, instruction: Keep) -> None:
 
 
 def _normalize(state: BufferStates, instruction: Normalize) -> None:
-    state.complete(instruction.buffer)
-    if instruction.buffer in state.read or instruction.buffer in state.scaled:
-        raise Fault(f"{instruction.buffer.name} is changed after it was read")
-    state.scaled.add(instruction.buffer)
+    buffer = instruction.buffer
+    state.complete(buffer)
+    if buffer in state.read or buffer in state.scaled:
+        raise Fault(f"{buffer.name} is changed after it was read")
+    of_loss = buffer.kind is BufferKind.COTANGENT and state.procedure.name == "loss"
+    if not of_loss or not state.signature.way.half:
+        raise Fault(f"{buffer.name} is divided by what nobody multiplies by")
+    state.scaled.add(buffer)
 
 
 def _scale(state: BufferStates, instruction: Scale) -> None:
     buffer = instruction.buffer
     state.complete(buffer)
+    if state.procedure.name != "scaling":
+        raise Fault("the gradient of the loss is not known")
     if buffer in state.scaled or buffer in state.rounded:
         raise Fault(f"{buffer.name} is multiplied twice, or after it was rounded")
     state.scaled.add(buffer)
@@ -292,6 +316,9 @@ def _round(state: BufferStates, instruction: Round) -> None:
     state.complete(buffer)
     if buffer in state.rounded:
         raise Fault(f"{buffer.name} is rounded twice")
+    before = state.procedure.name in ("loss", "scaling") and buffer not in state.scaled
+    if before or buffer.kind is not BufferKind.SUM:
+        raise Fault(f"{buffer.name} is rounded before it is multiplied, or is no sum")
     state.rounded.add(buffer)
 
 
@@ -338,7 +365,7 @@ CHECKS: Mapping[type, Callable[[BufferStates, Any], None]] = {
     Overwrite: _overwrite,
     Free: _free,
     Chunks: _chunks,
-    Run: _run,
+    Run: check_run,
     WriteRows: _write_rows,
     Roll: _roll,
     Hand: _hand,

@@ -7,12 +7,16 @@ printer writes it as Python, and the checker proves that it is sound.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from .saving import ALL, Price, Share
+
+if TYPE_CHECKING:
+    from .signature import Signature
 
 
 class BufferKind(Enum):
@@ -264,6 +268,7 @@ class Procedure:
         several: it runs the rows of one of several devices.
         passing: where its loop runs together with those of other segments, buffers of which the rows of one
             chunk at a time are there, given by such a segment or handed to it.
+        signature: what the programs of the segment take and make; the checker compares. None: not known yet.
     """
 
     name: str
@@ -272,6 +277,7 @@ class Procedure:
     results: tuple[Buffer, ...]
     several: bool = False
     passing: tuple[Buffer, ...] = ()
+    signature: Signature | None = field(default=None, compare=False, repr=False)
 
     def around_loop(self) -> tuple[tuple[Instruction, ...], Chunks, tuple[Instruction, ...]]:
         """Of a procedure with one loop over chunks: what is done before it, the loop, and what after it."""

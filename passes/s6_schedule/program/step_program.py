@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from ...graph.facts import Facts
 from .instructions import Again, Call, ChunksFirst, Group, Layers, StepInstruction
 from .several_devices import SeveralDevices
 from .values import Value
@@ -23,6 +24,7 @@ class StepProgram:
     """A training step, or a forward without gradients.
 
     Attributes:
+        facts: of the graph whose step it is.
         given: values that the caller has: inputs, parameters, constants.
         returned: those that the caller is given.
         gradients: those that the caller is given.
@@ -36,6 +38,7 @@ class StepProgram:
         several: what the engine of the devices does.
     """
 
+    facts: Facts = field(compare=False, repr=False)
     given: tuple[Value, ...]
     returned: tuple[Value, ...]
     gradients: tuple[Value, ...]

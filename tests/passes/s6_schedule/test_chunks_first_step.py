@@ -83,7 +83,7 @@ def test_broken_procedures_are_rejected() -> None:
     for procedure in (first, again, last):
         with pytest.raises(UnsoundProcedure, match="made and not used"):
             check(without(procedure, Hand))
-        with pytest.raises(UnsoundProcedure, match=r"no other segment waits|not held|not kept"):
+        with pytest.raises(UnsoundProcedure, match="with its neighbours"):
             check(replace(procedure, passing=()))
     (loop,) = (i for i in again.body if isinstance(i, Chunks))
     run = replace(loop.body[0], rewrites=(), writes=loop.body[0].rewrites)  # type: ignore[call-arg]

@@ -14,7 +14,7 @@ from streambp_fx.passes.s6_schedule.program import (
     HandOver,
     StepInstruction,
     SumShares,
-    flat,
+    unrolled,
 )
 from streambp_fx.passes.s6_schedule.text import step_text
 from streambp_fx.passes.s6_schedule.transforms import transformed
@@ -44,7 +44,7 @@ def test_a_share_that_is_not_summed_is_rejected() -> None:
     step = transformed(schedule(own), own, several=True)
 
     def without(body: tuple[StepInstruction, ...]) -> list[StepInstruction]:
-        found = list(flat(body))
+        found = list(unrolled(body))
         found.remove(next((i for i in found if isinstance(i, SumShares)), found[-1]))
         return found
 

@@ -21,6 +21,7 @@ from streambp_fx.passes.s6_schedule.program import (
     StepProgram,
     TakeParameters,
     flat,
+    unrolled,
 )
 from streambp_fx.passes.s6_schedule.program.several_devices import Buckets, SeveralDevices, SharedGroup
 from streambp_fx.passes.s6_schedule.sharding import bytes_of
@@ -142,7 +143,7 @@ def test_collectives() -> None:
 def test_broken_sums_are_rejected(buckets: bool, what: str) -> None:
     own = with_engine(buckets=buckets)
     step = transformed(schedule(own), own)
-    body = list(flat(step.backward))
+    body = list(unrolled(step.backward))
     place = next(k for k, i in enumerate(body) if isinstance(i, ReduceGradients))
     one, rest = body[place], body[:place] + body[place + 1 :]
     broken = {"dropped": rest, "doubled": [*body, one], "moved to the beginning": [one, *rest]}[what]
@@ -153,7 +154,7 @@ def test_broken_sums_are_rejected(buckets: bool, what: str) -> None:
 def test_what_has_stayed_is_not_gathered_again() -> None:
     own = with_engine(stays=True)
     step = transformed(schedule(own), own)
-    body = list(flat(step.backward))
+    body = list(unrolled(step.backward))
     place = next(k for k, i in enumerate(body) if isinstance(i, TakeParameters) and not i.of_caller)
     body[place] = dataclasses.replace(body[place], there=False)  # type: ignore[call-arg]
     with pytest.raises(UnsoundStep, match="they have stayed"):
@@ -171,7 +172,7 @@ def test_buckets_close_at_their_limits() -> None:
 
 
 def _edited(step: StepProgram, edit: Callable[[list[StepInstruction]], list[StepInstruction]]) -> StepProgram:
-    return step.with_parts(edit(list(flat(step.forward))), edit(list(flat(step.backward))))
+    return step.with_parts(edit(list(unrolled(step.forward))), edit(list(unrolled(step.backward))))
 
 
 @pytest.mark.parametrize("kind", [TakeParameters, GiveBackParameters])
