@@ -135,7 +135,7 @@ class State:
         held: values that are held, on the device or elsewhere.
         away: those that have left the device.
         spoiled: those whose memory something else has taken.
-        unread: those that somebody must read, and nobody has.
+        unread: gradients that nobody has read yet.
         made_by: by value, what has made it last.
         returned: what was.
         ran: by segment, what runs it in the forward.
@@ -246,8 +246,7 @@ class State:
             raise Fault(f"{value.name} is made twice")
         self.held.add(value)
         self.made_by[value] = instruction
-        captured = value.kind is ValueKind.CAPTURED and self.part == "forward"
-        if captured or value.kind is ValueKind.GRADIENT:
+        if value.kind is ValueKind.GRADIENT:
             self.unread.add(value)
 
     def let_go(self, value: Value) -> None:
@@ -273,7 +272,6 @@ class State:
         program = self.program
         ours = {*program.given, *program.returned}
         left = [v for v in self.held - ours if self.dropped or v in self.unread]
-        left = [v for v in left if self.dropped or v.kind is ValueKind.GRADIENT]
         missing = [v for v in program.returned if v not in self.returned]
         if missing:
             raise self._at_its_maker("is not returned", missing)
