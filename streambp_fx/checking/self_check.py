@@ -395,6 +395,8 @@ class _Check:
             yield LAZY_LEFT_OUT
         if any(BLOCK_ATTENTION in ops for ops in self._ops_that_run()):
             yield "cuDNN's attention, which takes blocks that are larger than those of a short step"
+        if self.executor.shares.group is not None:
+            yield "what several devices exchange, since each checks by itself"
         if drawn.ok is None:
             yield f"what dropout draws: {drawn.reason}"
         yield "what only shows at other sizes"

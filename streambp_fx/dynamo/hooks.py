@@ -16,15 +16,18 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 from torch.nn.modules import module as modules
 
-# Attributes of a module.
-OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Names in torch.nn.modules.module.
-OF_ALL_MODULES = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
+# What is called when a module is registered, saved or loaded, and not in a step.
+ELSEWHERE = ("state_dict", "registration")
+
+
+def _tables_of_hooks(owner: object) -> tuple[str, ...]:
+    """Names of the tables of hooks that an object has: all that PyTorch has, be they new to us."""
+    tables = (n for n, v in vars(owner).items() if isinstance(v, dict) and "hooks" in n)
+    return tuple(n for n in tables if not any(word in n for word in ELSEWHERE))
+
+
+# Attributes of a module, and names in torch.nn.modules.module.
+OF_A_MODULE, OF_ALL_MODULES = _tables_of_hooks(nn.Module()), _tables_of_hooks(modules)
 
 
 def guard_hooks() -> None:
@@ -79,7 +82,7 @@ class Hooks:
         self.where: list[str] = []
         named = ((repr(name), module) for name, module in model.named_modules() if module is not model)
         for name, module in named:
-            self._add(name, [getattr(module, table) for table in OF_A_MODULE])
+            self._add(name, [getattr(module, table, {}) for table in OF_A_MODULE])
         self._add("all modules", [getattr(modules, table) for table in OF_ALL_MODULES])
 
     def _add(self, where: str, tables: list[dict[int, object]]) -> None:

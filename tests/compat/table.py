@@ -52,7 +52,7 @@ INTRODUCTION = """# Versions
 
 PyTorch {torch} and transformers {transformers} are the oldest that are supported; with older ones the import
 is an `UnsupportedVersionError`. TRL 1.16 needs Python 3.11. What is done in another way with older versions
-is in one module, `streambp_fx/versions/differences.py`, each with the version from which on it can go.
+is in one module, `streambp_fx/versions/differences.py`, each with the version at which it can be deleted.
 
 `make compat ARGS="--only torch=2.11"` runs some of them, `ARGS="--list"` lists them. The environments lie
 in `~/.cache/streambp-fx/compat` (or in `$STREAMBP_COMPAT`), 5 GB each with a build of PyTorch for CUDA; with

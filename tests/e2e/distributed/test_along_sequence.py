@@ -49,6 +49,7 @@ def test_two_devices(case: Case, tmp_path: Path) -> None:
     listed = first_words & {"all-gather", "reduce-scatter", "all-reduce", "send"}
     assert "collectives between 2 devices" in found[0].printed
     assert "figures are those of one of them" in found[0].printed
+    assert "unchecked: what several devices exchange" in found[0].printed
     if case.model == "recurrent":  # the first device hands states on, the second one their gradients
         sends, sent = (sum(getattr(own, what)["send"] for own in found) for what in ("collectives", "sent"))
         assert found[0].planned["send"] == (sends, sent) and sends > 0

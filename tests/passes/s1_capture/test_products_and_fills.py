@@ -192,6 +192,29 @@ def test_other_convolutions_stay(function: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(module(given), function(given, weight_of_three()))
 
 
+@pytest.mark.parametrize("order", [(0, 2, 3), (3, 2, 0), (2, 0, 3)])
+def test_parts_that_are_written_side_by_side_are_joined(order: tuple[int, ...]) -> None:
+    """In any order; not where one is written over another."""
+    ends = {0: 2, 2: 3, 3: 6}
+
+    def by_parts(x: Tensor) -> Tensor:
+        made = torch.zeros_like(x)
+        for start in order:
+            part = x[..., start : ends[start]] * (start + 1)
+            made = torch.slice_scatter(made, part, 2, start, ends[start])
+        return made
+
+    def over_one_another(x: Tensor) -> Tensor:
+        return torch.slice_scatter(by_parts(x), x[..., 1:4], 2, 1, 4)
+
+    (x,) = drawn((2, 5, 6))
+    module, ops = normal(by_parts, x, sizes="fake")
+    assert aten.cat.default in ops and aten.slice_scatter.default not in ops
+    assert module(x).equal(by_parts(x))
+    module, ops = normal(over_one_another, x, sizes="fake")
+    assert aten.slice_scatter.default in ops and module(x).equal(over_one_another(x))
+
+
 def test_what_is_written_into_is_made_like_a_value_of_its_shape() -> None:
     def function(x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
