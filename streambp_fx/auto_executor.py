@@ -197,8 +197,8 @@ class AutoExecutor:
             less = f'A smaller chunk{auto} or offload="disk" takes'
             warn(
                 f"memory={self.options.memory!r} does not fit a step of {tokens} tokens: by the cost model "
-                f"its activations take {readable(peak)} with {found.policy}, chunk {found.rows} and loss "
-                f"chunk {found.loss_rows}. The step runs all the same. {less} less"
+                f"its activations take {readable(peak)} ({found.policy}, chunk {found.rows}, loss chunk "
+                f"{found.loss_rows}). The step runs all the same. {less} less"
             )
 
     def _pieces(self, inputs: Sequence[Any]) -> dict[int, int]:

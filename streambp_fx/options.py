@@ -180,9 +180,16 @@ class Options:
         valid = [f.name for f in fields(Options) if not f.metadata.get("internal")]
         for name in given:
             if name not in valid:
-                hint = did_you_mean(name, valid)
+                hint = ELSEWHERE.get(name) or did_you_mean(name, valid)
                 raise ValueError(f"unknown option {name!r}; valid options: {', '.join(valid)}.{hint}")
         return Options(**given)
+
+
+#: Names that are no options, and what they are.
+ELSEWHERE = {
+    "verbose": " verbose is an argument of transform alone; print(streambp_fx.schedule(model)) says as much.",
+    "options": " Give options as keywords: transform(model, chunk=2000).",
+}
 
 
 def fewest_tokens(facts: Facts, wide: bool) -> int:

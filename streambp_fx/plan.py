@@ -372,7 +372,7 @@ def _check(seq_len: int | None, memory: str | int | None, optimizer: str) -> Non
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     if seq_len is None and memory is None:
-        raise PlanError("give a sequence length, an amount of memory, or both")
+        raise PlanError("give a sequence length (--seq-len), an amount of memory (--memory), or both")
     if memory is not None:
         try:
             parse_bytes(memory)

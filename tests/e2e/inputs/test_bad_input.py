@@ -15,6 +15,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaForCausalLM
 
 import streambp_fx
+from streambp_fx.options import Options
 
 HERE = Path(__file__)
 
@@ -95,9 +96,18 @@ def test_not_a_causal_lm(what: nn.Module, chunk: Any) -> None:
 
 @pytest.mark.parametrize("what", [None, "llama", 3, torch.zeros(3), LlamaForCausalLM])
 def test_not_a_model(what: Any) -> None:
-    with pytest.raises((streambp_fx.CaptureError, TypeError)) as refusal:
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not") as refusal:
         streambp_fx.transform(what, chunk=16)
-    assert str(refusal.value)
+    assert ("from_pretrained('llama')" in str(refusal.value)) is (what == "llama")
+
+
+@pytest.mark.parametrize("given", [{"options": {"chunk": 16}}, {"verbos": True}])
+def test_what_is_no_option_says_what_to_write(given: dict[str, Any]) -> None:
+    words = r"keywords: transform\(model, chunk=2000\)" if "options" in given else "unknown option 'verbos'"
+    with pytest.raises(ValueError, match=words):
+        streambp_fx.transform(build("llama", num_hidden_layers=1), **given)
+    with pytest.raises(ValueError, match="an argument of transform alone"):
+        Options.parse({"verbose": True})
 
 
 def test_not_a_causal_lm_says_so() -> None:
