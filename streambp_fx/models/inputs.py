@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ..dynamo.messages import INTEGERS, add_note
 from ..errors import InputError, StreamBPError
+from ..units import did_you_mean
 from .arguments import Arguments, signature_of
 from .nested_models import is_of_transformers
 
@@ -115,9 +117,20 @@ def has_both(given: Arguments) -> bool:
     return given.get("input_ids") is not None and given.get("inputs_embeds") is not None
 
 
+def lacks_tokens(given: Arguments, model: nn.Module) -> bool:
+    """True if a model that takes ids is given neither ids nor embeddings, under these names."""
+    takes = "input_ids" in inspect.signature(type(model).forward).parameters
+    return takes and given.get("input_ids") is None and given.get("inputs_embeds") is None
+
+
 def _when_refused(given: Arguments, model: nn.Module) -> Iterator[str]:
     """What may be the matter with inputs that a model has refused; others take such."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    known = list(inspect.signature(type(model).forward).parameters)
+    for name in given.keywords if lacks_tokens(given, model) else ():
+        hint = "" if name in known else did_you_mean(name, [n for n in known if given.get(n) is None])
+        if hint:
+            yield f"{name} is no argument of {type(model).__name__}.forward.{hint}"
     if has_both(given):
         yield "both input_ids and inputs_embeds are given; expected one of them"
         return

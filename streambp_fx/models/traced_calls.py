@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 
 from .arguments import Arguments, warn_of_cache
-from .inputs import check_values, complaints, has_both, raise_its_own_error
+from .inputs import check_values, complaints, has_both, lacks_tokens, raise_its_own_error
 from .nested_models import is_of_transformers
 
 
@@ -45,7 +45,8 @@ def in_the_words_of_the_model(frame: Any, compiled: Callable[[], Any]) -> Any:
     call = _call_of(frame)
     if call is not None:
         check_values(call.given, call.model)
-        if has_both(call.given) or complaints(call.given, call.model):
+        odd = has_both(call.given) or lacks_tokens(call.given, call.model)
+        if odd or complaints(call.given, call.model):
             call.raise_its_own_error()
     try:
         found = compiled()

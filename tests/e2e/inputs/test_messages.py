@@ -325,6 +325,20 @@ def test_options_that_are_no_dictionary() -> None:
         torch.compile(small(), backend="streambp", options="chunk")(**batch())  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("door", sample([transformed, compiled], compiled))
+def test_a_misspelt_argument_leaves_nothing_behind(door: Callable[[Any], Any]) -> None:
+    model = build("llama")
+    call = door(model)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds") as refusal:
+        call(input_id=IDS, labels=IDS)
+    noted = "\n".join(getattr(refusal.value, "__notes__", [])) or str(refusal.value)
+    assert "input_id is no argument of LlamaForCausalLM.forward. Did you mean 'input_ids'?" in noted
+    call(**batch()).loss.backward()
+    found = streambp_fx.status(model)
+    assert found.streamed and found.unstreamed_steps == 0
+    assert len(streambp_fx.schedule(model).segments) == 4
+
+
 def test_a_cache_that_is_stored_is_said_once() -> None:
     """`torch.compile` returns what the model returns, and transformers make a cache by default."""
     model = build("llama")
