@@ -190,6 +190,7 @@ def test_verify_as_json_with_default_sizes(capsys, config):
     assert {p["reach"] for p in found["probes"]} == {"row", "causal"} and found["not_claimed"] == []
 
 
+@pytest.mark.slow
 def test_verify_fails_where_gradients_differ(capsys, config, monkeypatch):
     """Status 1, and the words for it."""
     module = sys.modules["streambp_fx.verify"]

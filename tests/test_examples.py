@@ -51,6 +51,7 @@ def test_fine_tune() -> None:
     assert float(re.findall(r"gradient: (\S+)", output)[0]) < 1e-3
 
 
+@pytest.mark.slow
 def test_torch_compile() -> None:
     output = run("torch_compile.py")
     assert losses(output)[-1] < 0.95 * losses(output)[0]

@@ -151,6 +151,7 @@ def test_the_command_line_answers_without_pytorch() -> None:
         assert "streambp-fx" in shown
 
 
+@pytest.mark.slow
 def test_names_are_not_hidden_by_modules_of_their_name() -> None:
     code = (
         "import streambp_fx, streambp_fx.schedule, streambp_fx.transform, streambp_fx.verify\n"

@@ -138,6 +138,7 @@ def test_amounts_that_are_none(text: Any) -> None:
         streambp_fx.Options(memory=text)
 
 
+@pytest.mark.slow
 def test_json_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", str(folder), "--seq-len", "3000", "--chunk", "512", "--dtype", "float32"]
     assert main([*argv, "--memory", "20GiB", "--json"]) == 0

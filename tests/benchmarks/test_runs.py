@@ -27,6 +27,7 @@ def _run(tmp_path, *arguments):
     return status, json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_modes_end_to_end(tmp_path, capsys, monkeypatch):
     """Peaks alone, which takes one process a mode; a mode that cannot run says why.
 

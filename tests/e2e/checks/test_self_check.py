@@ -688,6 +688,7 @@ def test_sketches() -> None:
     assert sketch(a, 1).distance(sketch(nothing, 1)) == float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", sample([False, True], True))
 @pytest.mark.parametrize("side", sample(["right", "left"], "left"))
 def test_as_on_a_gpu(side: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ def test_a_model_is_confirmed(case: str) -> None:
     assert "confirmed" in str(found) and json.loads(json.dumps(found.as_dict(), allow_nan=False))["ok"]
 
 
+@pytest.mark.slow
 def test_given_rows_are_tried_in_every_layer() -> None:
     found = small(build("llama", dtype=torch.float32), plain(1, 33), rows=[7, 20])
     assert found.ok and found.rows == (7, 20) and {p.rows for p in found.probes} == {(7, 20)}

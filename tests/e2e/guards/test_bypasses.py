@@ -75,6 +75,7 @@ class LoopedAnew(Looped):
         return {"loss": out[0].square().mean()}
 
 
+@pytest.mark.slow
 def test_a_graph_that_ends_within_a_loop() -> None:
     """Dynamo compiles nothing of the function then and calls no backend; what it calls is compiled."""
     model = Looped(within=True)
@@ -193,6 +194,7 @@ def test_where_a_graph_may_not_end_it_is_refused() -> None:
         call(**BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", sample([False, True], True))
 def test_an_export_is_of_the_models_own_forward(strict: bool) -> None:
     model = tiny().eval()
@@ -286,6 +288,7 @@ def train_without(call: Callable[..., Any]) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, StreamBPWarning)]
 
 
+@pytest.mark.slow
 def test_without_a_compiler() -> None:
     model = tiny()
     with torch.compiler.set_stance("force_eager"):
@@ -342,6 +345,7 @@ def test_memory_that_does_not_fit() -> None:
     assert not train(transform(build("llama", num_hidden_layers=1), memory="1GiB", check="never"), 1)
 
 
+@pytest.mark.slow
 def test_host_memory_of_the_cpu() -> None:
     (said,) = train(tiny(offload="host"), 2)
     assert 'offload="host" does nothing for a model on the CPU' in said and 'offload="disk"' in said

@@ -36,6 +36,7 @@ def streamed(door: str, model: nn.Module, **more: Any) -> Any:
     return torch.compile(model, backend="streambp", options={**OPTIONS, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "door", "more"), sample(SITUATIONS, SITUATIONS[1]))
 def test_steps(family: str, door: str, more: dict[str, Any]) -> None:
     """The self-check among them: it makes a short step of its own."""

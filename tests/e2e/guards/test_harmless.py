@@ -116,6 +116,7 @@ def test_parameters_stay_the_same_objects() -> None:
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_save_pretrained(tmp_path: Path) -> None:
     original, streamed = trained_once()
     original.save_pretrained(tmp_path / "original")
@@ -223,6 +224,7 @@ def test_restore_leaves_nothing_behind(used: bool) -> None:
         assert got[name].equal(g), name
 
 
+@pytest.mark.slow
 def test_transform_streams_and_restore_stops_it() -> None:
     model = transform(LLAMA())
     assert model(**plain(2, 67)).logits is None

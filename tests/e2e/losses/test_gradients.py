@@ -308,6 +308,7 @@ def test_loss_scaled_before_backward() -> None:
         assert_close_grads(grads(streamed), grads(eager), RTOL)
 
 
+@pytest.mark.slow
 def test_forward_without_backward_leaves_no_gradient() -> None:
     with in_double(LLAMA):
         eager, streamed = pair(LLAMA)
@@ -351,6 +352,7 @@ def test_hook_that_changes_the_gradient() -> None:
         compare(eager, streamed, {"hooked": plain(2, 67)}, RTOL)
 
 
+@pytest.mark.slow
 def test_training_with_an_optimizer() -> None:
     """Ten steps of AdamW in which weights change under the compiled program."""
     with in_double(LLAMA):
@@ -417,6 +419,7 @@ def test_num_items_in_batch_changes_without_recompiling(kind: Any, monkeypatch: 
         assert count == before
 
 
+@pytest.mark.slow
 def test_a_new_length_does_not_capture_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_double(LLAMA), compilations(monkeypatch) as count:
         eager, streamed = pair(LLAMA)

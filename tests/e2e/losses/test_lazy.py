@@ -258,6 +258,7 @@ def test_drop_leaves_none() -> None:
     pair.check_grads()
 
 
+@pytest.mark.slow
 def test_without_labels_they_are_real_and_differentiable() -> None:
     pair = Pair()
     del pair.batch["labels"]
@@ -268,6 +269,7 @@ def test_without_labels_they_are_real_and_differentiable() -> None:
     pair.check_grads()
 
 
+@pytest.mark.slow
 def test_transform_can_be_lazy_too() -> None:
     import streambp_fx
 

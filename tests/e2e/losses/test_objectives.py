@@ -70,7 +70,7 @@ class WithObjective(nn.Module):
         return Output(loss, logits)
 
 
-OFTEN = ("clipped ratio", "preference")
+OFTEN = ("clipped ratio",)
 WAYS = [*(("llama", o) for o in OBJECTIVES), ("gemma2", "mean"), ("gemma2", "preference")]
 
 

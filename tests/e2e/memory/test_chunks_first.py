@@ -110,6 +110,7 @@ class Shown(torch.nn.Module):
         return found.loss, found.hidden_states[2]
 
 
+@pytest.mark.slow
 def test_what_somebody_else_reads_is_a_border() -> None:
     """Rows that the model returns are there for all chunks, and have a gradient of their own."""
     torch._dynamo.reset()
@@ -128,6 +129,7 @@ def test_what_somebody_else_reads_is_a_border() -> None:
         assert loops_of(streamed) == [[0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_again() -> None:
     """The second forward of a chunk drops what the first has dropped: a finite difference agrees."""
     model = build("llama", attention_dropout=0.3).train()

@@ -176,6 +176,7 @@ def test_small_ones_are_kept() -> None:
     assert not any(c.way.keeps_states for c in few.calls())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_the_peak_is_predicted(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a hundredth, with states that are as large as the rows."""

@@ -160,6 +160,7 @@ def test_eager_breaks_these_bounds(case: str) -> None:
         assert meters[1024].peak > 2.5 * meters[512].peak
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_step() -> None:
     """After backward only the gradients are alive: no graph, no buffer waits for the next step."""
     streamed = transform(model_of("llama sdpa"), chunk=CHUNK, loss_chunk=LOSS_CHUNK)

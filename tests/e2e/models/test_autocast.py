@@ -71,6 +71,7 @@ def test_bfloat16(family: str, impl: str, door: str) -> None:
     assert 0 < ours <= 1.1 * theirs, f"{ours:.4e} against eager's {theirs:.4e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", sample(["sdpa", "eager"], "sdpa"))
 def test_heads_that_are_repeated_before_a_cast_are_stored_once(impl: str) -> None:
     """Rotated keys are float32, repeated, and then cast."""
@@ -214,6 +215,7 @@ def test_default_dtype(family: str) -> None:
             assert_close_grads(grads(model), grads(eager), 1e-6)
 
 
+@pytest.mark.slow
 def test_weights_of_several_dtypes() -> None:
     """Norms in float32 among bfloat16 weights, as mixed recipes keep them, under autocast."""
     eager = build("llama", dtype=torch.bfloat16)

@@ -247,6 +247,7 @@ def test_random_weights_run_unstreamed(draw: Any) -> None:
     assert_close_grads(got, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_of_a_weight_in_evaluation_is_streamed() -> None:
     class Evaluated(torch.nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

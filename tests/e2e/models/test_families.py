@@ -134,6 +134,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 
 # Most of them take minutes, and are made of ops that the others have too.
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(OTHER_FAMILIES, OTHER_FAMILIES[12]))
 def test_other_families(family: str) -> None:
     """Families nobody named: exact, whatever the schedule makes of them."""

@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Attention, Reach]] = {
     "log-sum-exp": (sinks, Reach.CAUSAL),
     "changes in place": (in_place, Reach.CAUSAL),
 }  # fmt: skip
-DEFAULT = ("padding, and rows that see nothing", "masked by scores", "a table by distance")
+DEFAULT = ("padding, and rows that see nothing", "a table by distance")
 
 
 def both(attention: Attention, batches: dict[str, Any], unchunked: int = 0, **sizes: Any) -> Any:

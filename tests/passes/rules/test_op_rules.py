@@ -38,7 +38,7 @@ WITHOUT_DERIVATIVE = frozenset(
 # Made of other ops before a graph is captured.
 COMPOSITE = frozenset({aten.clip.default, aten.clip.Tensor})
 # Of each op in the default run: tried at most, and accepted at most.
-TRIED, ACCEPTED = 12, 3
+TRIED, ACCEPTED = 12, 2
 
 
 def calls_of(op: Any, samples: int | None) -> list[Call]:
