@@ -88,6 +88,8 @@ def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[s
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
     parsed = Options.parse(dict(options))
+    if seq_len > (learned_positions(model) or seq_len):
+        raise CaptureError(_too_long(model, seq_len))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
     found: list[Captured] = []
@@ -98,9 +100,7 @@ def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[s
         most = positions_of(model)
         if most is None or seq_len <= most:
             raise
-        raise CaptureError(
-            f"{type(model).__name__} has {most} positions, and cannot be run on {seq_len} tokens"
-        ) from error
+        raise CaptureError(_too_long(model, seq_len)) from error
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
     schedule, nodes = found[-1]
@@ -112,6 +112,23 @@ def positions_of(model: nn.Module) -> int | None:
     """How many tokens of a sequence the config of a model knows positions for; None if it does not say."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return most if type(most) is int and most > 1 else None
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """How many positions a model has in a table, past which nothing is looked up; None if it has no table.
+
+    It is known by its size: the positions of the config, or two more, for padding.
+    """
+    most = positions_of(model)
+    tokens = getattr(model, "get_input_embeddings", lambda: None)()
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    return most if most is not None and any(most <= rows <= most + 2 for rows in tables) else None
+
+
+def _too_long(model: nn.Module, seq_len: int) -> str:
+    return (
+        f"{type(model).__name__} has {positions_of(model)} positions, and cannot be run on {seq_len} tokens"
+    )
 
 
 @contextlib.contextmanager

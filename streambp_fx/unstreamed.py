@@ -99,7 +99,8 @@ def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None
     own = [n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor)]
     if not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
         return
-    names = [source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter)]
+    given = (source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter))
+    names = [name.split(".")[-1] for name in given if not name.startswith("self")]  # no buffers of a module
     warn(
         f"seq_dim names {', '.join(map(repr, seq_dim))}, but the inputs of this graph are {', '.join(names)}"
     )

@@ -111,3 +111,16 @@ def test_what_is_not_chunked_is_said() -> None:
         text = str(streambp_fx.explain(model, seq_len=64))
     assert "runs unchunked" in text and "flip" in text and "test_explain.py" in text
     assert all(len(line) < 110 for line in text.splitlines()), text
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_more_tokens_than_learned_positions(family: str) -> None:
+    """Past the table nothing can be looked up; positions that are computed have no end."""
+    model = build(family)
+    most = model.config.max_position_embeddings
+    with pytest.raises(
+        streambp_fx.CaptureError, match=f"has {most} positions, and cannot be run on {most + 1}"
+    ):
+        streambp_fx.explain(model, most + 1)
+    rotary = build("llama")
+    streambp_fx.explain(rotary, rotary.config.max_position_embeddings + 1)
