@@ -189,7 +189,8 @@ class Builder:
         results = (*self.outputs, *self.gradients)
         run = Run("loss", self._inputs("loss"), results, adds=tuple(self.sums))
         body.append(Chunks((run, *map(WriteRows, results)), over=Over.COUNTED))
-        body.append(Chunks(tuple(map(ZeroRows, self.gradients)), over=Over.NOT_COUNTED))
+        if self.gradients:
+            body.append(Chunks(tuple(map(ZeroRows, self.gradients)), over=Over.NOT_COUNTED))
         given = (*self.cotangents, *self._given())
         return Procedure("loss", given, tuple(body), (*results, *self.sums), self.way.several)
 

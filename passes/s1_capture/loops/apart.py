@@ -64,7 +64,7 @@ def _restricted(body: LoopBody, chosen: Sequence[int]) -> tuple[LoopBody, list[i
     last = [body.last[k - len(own)] for k in chosen if k >= len(own)]
     given = [n for n in graph.nodes if n.op == "placeholder"]
     sizes = {s.operand - body.by_rows for s in body.rest if isinstance(s, Size)}
-    kept = {k for k in range(body.carried) if k in last or k in sizes}
+    kept = {k for k in range(body.carried) if k in last or k in sizes} or {0}  # a loop has a state
     while True:  # what a state is made of is a state, too
         needed = _made_of([*results, *(after[k] for k in kept)])
         more = {k for k in range(body.carried) if given[k] in needed} - kept
