@@ -88,7 +88,8 @@ def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[s
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
     parsed = Options.parse(dict(options))
-    if seq_len > (learned_positions(model) or seq_len):
+    most = learned_positions(model)
+    if most is not None and seq_len > most:
         raise CaptureError(_too_long(model, seq_len))
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)

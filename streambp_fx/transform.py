@@ -53,13 +53,8 @@ def transform(
     parsed = Options.parse({"chunk": chunk, **options})
     if not isinstance(verbose, bool):
         raise ValueError(f"verbose must be True or False, not {verbose!r}")
-    if not isinstance(model, nn.Module):
-        load = (
-            f". Load it first: AutoModelForCausalLM.from_pretrained({model!r})"
-            if isinstance(model, str)
-            else ""
-        )
-        raise TypeError(f"transform needs a torch.nn.Module, not {type(model).__name__}{load}")
+    load = f". Load it first: AutoModelForCausalLM.from_pretrained({model!r})"
+    _check_module("transform", model, load if isinstance(model, str) else "")
     if isinstance(model, torch._dynamo.OptimizedModule):  # see NOTE [under another torch.compile]
         transform(model._orig_mod, chunk, verbose=verbose, **options)
         return model
@@ -126,9 +121,9 @@ def _placed(model: nn.Module) -> list[StreamedForward]:
     return [s for s in all_forwards if s.active and (s.model is model or s.within is model)]
 
 
-def _check_module(who: str, model: object) -> None:
+def _check_module(who: str, model: object, more: str = "") -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{who} needs a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"{who} needs a torch.nn.Module, not {type(model).__name__}{more}")
 
 
 def _placed_within(model: nn.Module) -> list[StreamedForward]:

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
 from ..graph.recurrence import KERNELS, RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCES
+from ..graph.symbols import in_numbers
 from .live_bytes import LiveBytes
 from .work import Work
 
@@ -190,7 +191,7 @@ def _without_memory(node: Node, rows: sympy.Expr, number: int) -> Any:
     def size(given: sympy.Expr) -> int:
         if given == rows or given in samples:
             return number if given == rows else 1
-        return int(given.xreplace({**dict.fromkeys(given.free_symbols, sympy.S.One), **one}))
+        return in_numbers(given, one)
 
     def alike(value: Node) -> Tensor:
         shape = [size(expression(s)) for s in tensors_of(value)[0].shape]

@@ -253,10 +253,6 @@ class Facts:
     not_again_groups: frozenset[int] = frozenset()
     several: SeveralDevices | None = None  # what an engine of several devices does with parameters
 
-    def in_numbers(self, size: sympy.Expr) -> float:
-        """A size of anything in the call that was captured; a symbol that is not known there counts as 2."""
-        return float(size.subs({s: self.values.get(s, 2) for s in size.free_symbols}))
-
     @property
     def nodes(self) -> list[Node]:
         """All nodes of the graph, in order."""

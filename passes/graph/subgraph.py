@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .facts import Facts, Kind, operands
+from .facts import Facts, Kind
 from .purity import is_random
 
 # NOTE [weights with operations of their own]: a tensor subclass (a quantised weight) may override the
@@ -35,7 +37,7 @@ class Subgraph:
 
     def __init__(self, facts: Facts, outputs: list[Node], given: set[Node]) -> None:
         self.outputs = list(outputs)
-        needed = _needed(facts, outputs, given)
+        needed = made_of(outputs, lambda node: _comes_in(facts, node, given))
         graph = Graph()
         copies: dict[Node, Node] = {}
         self.inputs = [n for n in facts.nodes if n in needed and _comes_in(facts, n, given)]
@@ -61,14 +63,17 @@ def _comes_in(facts: Facts, node: Node, given: set[Node]) -> bool:
     return node in given or node.op in ("placeholder", "get_attr") or facts.kinds[node] is Kind.SIZE
 
 
-def _needed(facts: Facts, outputs: list[Node], given: set[Node]) -> set[Node]:
-    needed: set[Node] = set()
-    pending = list(outputs)
+def made_of(nodes: Iterable[Node], is_given: Callable[[Node], bool] = lambda node: False) -> set[Node]:
+    """Nodes, and all that they are made of.
+
+    Args:
+        nodes: of a graph.
+        is_given: True for a node of which it does not count what it is made of.
+    """
+    found, pending = set[Node](), list(nodes)
     while pending:
         node = pending.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        if not _comes_in(facts, node, given):
-            pending.extend(operands(node))
-    return needed
+        if node not in found:
+            found.add(node)
+            pending.extend(() if is_given(node) else node.all_input_nodes)
+    return found

@@ -21,7 +21,7 @@ from .facts import expression, tensors_of
 
 
 def in_numbers(size: sympy.Expr, known: Mapping[sympy.Symbol, int], unknown: int = 1) -> int:
-    """A size as a number, for what is no more than an estimate.
+    """A size as a number; an estimate, where not all of it is known.
 
     Args:
         size: in symbols.

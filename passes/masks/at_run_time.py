@@ -126,10 +126,9 @@ def _holds(condition: Boolean, facts: MaskFacts, fetch: Callable, rows: torch.Te
 
 
 def _is_within_int64(dtype: torch.dtype) -> bool:
-    """True if each value of a dtype is one of int64: for all whole numbers but the largest."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return False
-    return dtype is torch.bool or torch.iinfo(dtype).max <= torch.iinfo(torch.int64).max
+    """True for whole numbers, each of which is one of int64: but for the largest and for bools."""
+    whole = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    return whole and torch.iinfo(dtype).max <= torch.iinfo(torch.int64).max
 
 
 def _element(
@@ -140,7 +139,7 @@ def _element(
     Bools stay bools: a causal mask that lies in a buffer is as large as the longest sequence squared.
     """
     value = fetch(facts.linear[applied.func.__name__])
-    if value.dtype is not torch.bool and _is_within_int64(value.dtype):
+    if _is_within_int64(value.dtype):
         value = value.to(torch.int64)
     for dim in reversed(range(value.dim())):
         if applied.args[dim].is_Integer:

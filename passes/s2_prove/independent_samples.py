@@ -32,6 +32,7 @@ from ..graph.facts import (
 from ..graph.op_arguments import sdpa_arguments
 from ..graph.recurrence import RECURRENCE
 from ..graph.sources import source_line
+from ..graph.subgraph import made_of
 from ..rules import Rule, RuleContext, forbid, merge_aligned, rule_for
 from ..rules.asking import ask
 from ..rules.size_operands import check_sizes, mentions
@@ -117,13 +118,7 @@ def batch(facts: Facts, segment: Segment, size: sympy.Symbol, states: Sequence[N
 def _computed(facts: Facts, segment: Segment, given: set[Node]) -> list[Node]:
     """What the program of a segment computes, and what it is given, in graph order."""
     masks = [n for m in segment.mixings if m.mask is not None for n in m.mask.nodes]
-    pending = [*given, *segment.nodes, *masks]
-    found: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(() if node in given else node.all_input_nodes)
+    found = made_of([*given, *segment.nodes, *masks], given.__contains__)
     return [n for n in facts.nodes if n in found]
 
 

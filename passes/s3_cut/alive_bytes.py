@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import Axis, Facts, Kind, Role, shape_of, tensors_of
+from ..graph.symbols import in_numbers
 from ..s2_prove.scores import is_view
 
 
@@ -33,7 +34,7 @@ def row_bytes(facts: Facts, node: Node) -> float:
         return math.inf
     dim, axis = rows
     sizes = [s for d, s in enumerate(shape_of(node)) if d != dim] + [axis.outer, axis.inner]
-    return facts.in_numbers(sympy.Mul(*sizes)) * tensors_of(node)[0].element_size()
+    return in_numbers(sympy.Mul(*sizes), facts.values, unknown=2) * tensors_of(node)[0].element_size()
 
 
 def lifetimes(facts: Facts, order: list[Node]) -> Iterator[tuple[int, int, float, Node]]:

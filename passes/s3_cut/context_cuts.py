@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, shape_of
+from ..graph.symbols import in_numbers
 
 
 def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
@@ -30,7 +31,7 @@ def context_cuts(facts: Facts, order: list[Node]) -> list[int]:
         if last[node] > k:
             alive.add(node)
         if len(alive) == 1 and isinstance((value := next(iter(alive))).meta["val"], torch.Tensor):
-            size = facts.in_numbers(sympy.Mul(*shape_of(value)))
+            size = in_numbers(sympy.Mul(*shape_of(value)), facts.values, unknown=2)
             single[k + 1] = size * value.meta["val"].element_size()
     runs = itertools.groupby(enumerate(single), key=lambda pair: pair[1] - pair[0])
     found = {min((k for _, k in run), key=lambda k: (single[k], -k)) for _, run in runs}

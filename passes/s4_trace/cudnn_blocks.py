@@ -5,7 +5,7 @@ PyTorch's flash attention. Which it is, is known when the op runs, not when it i
 cuDNN 9.19 is wrong on an H100: in the backward of a block that is not causal, a last tile of up to 64 rows or
 columns gives NaN for the query where log-sum-exps are low (about -90), with no mask as well as with one
 (pytorch/pytorch#196678; docs/gpu.md), and one row on one column is refused. And it compiles a kernel for each
-pair of rows and columns, about 50 ms each: see NOTE [rows in tiles] in `runtime.segments.owned_buffers`.
+pair of rows and columns, about 50 ms each: see NOTE [rows in tiles] in `step.row_chunks`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..step.row_chunks import TILE
+
 aten = torch.ops.aten
 #: Rows and columns of blocks for cuDNN are multiples of it.
-MULTIPLE = 128  # as TILE in `passes.step.row_chunks`, which cuts chunks so that most blocks do
+MULTIPLE = TILE  # so most blocks are such: chunks are cut by it
 
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
 _LIBRARY.define(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..step.faults import Fault, place_of
 from .checking.calls import check_call, check_call_loss, check_chunks_first
 from .checking.gradients import (
     check_add,
@@ -44,9 +45,8 @@ from .checking.several import (
     check_reduce_gradients,
     check_rows_are_whole,
     check_take_parameters,
-    values_by_rows,
 )
-from .checking.step_state import Fault, State
+from .checking.step_state import State
 from .program import (
     Add,
     Again,
@@ -86,17 +86,8 @@ class UnsoundStep(Exception):
     """
 
     def __init__(self, instruction: StepInstruction | None, words: str) -> None:
-        place = "" if instruction is None else f", at `{_line(instruction)}`"
-        super().__init__(f"step program{place}: {words}")
+        super().__init__(f"step program{place_of(instruction, step_line)}: {words}")
         self.instruction = instruction
-
-
-def _line(instruction: StepInstruction) -> str:
-    """An instruction in one line; its kind, if it is so broken that it has none."""
-    try:
-        return step_line(instruction)
-    except Exception:
-        return type(instruction).__name__
 
 
 def check_step(program: StepProgram, dropped: bool = True) -> None:
@@ -113,7 +104,6 @@ def check_step(program: StepProgram, dropped: bool = True) -> None:
     except Fault as fault:
         raise UnsoundStep(None, str(fault)) from None
     state = State(program, dropped, _follow)
-    values_by_rows(state)
     for part in ("prologue", "forward", "backward"):
         state.part = part
         if part == "backward":

@@ -5,15 +5,12 @@ The order is that of `STEP_PASSES`. Each keeps the step's results and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..graph.facts import Segment
-from ..graph.subgraph import Subgraph
 from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
-from ..s5_lower.programs import SegmentPrograms
 from ..step.instructions import Buffer, BufferKind
 from .checker import check_step
 from .chunks_first import run_chunks_first
@@ -32,6 +29,7 @@ from .program import (
     StepInstruction,
     StepProgram,
     flat,
+    form_of,
     read_from_outside,
     segment_of,
 )
@@ -172,34 +170,13 @@ def fold_layers(program: StepProgram) -> StepProgram:
 
 
 def _folded(body: tuple[StepInstruction, ...]) -> Iterator[StepInstruction]:
-    for repeat in repeats([_form(i) for i in body]):
+    for repeat in repeats([form_of(i) for i in body]):
         own = body[repeat.start : repeat.stop]
         if repeat.times == 1 or not any(isinstance(i, Call | RunPart) for i in own):
             yield from own
             continue
         starts = range(0, len(own), repeat.period)
         yield Layers(rounds=tuple(own[k : k + repeat.period] for k in starts))
-
-
-#: What tells the instructions of one layer from those of the next, and nothing that they do.
-WHOSE = frozenset({"inputs", "results", "segment", "group", "bucket", "number"})
-
-
-def _form(instruction: StepInstruction) -> Hashable:
-    """What an instruction does, whatever it does it to."""
-    kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
-    names = (f.name for f in fields(instruction) if f.name not in WHOSE)
-    how = tuple(_form_of(getattr(instruction, name)) for name in names)
-    return (type(instruction).__name__, len(instruction.inputs), kinds, how)
-
-
-def _form_of(value: Any) -> Hashable:
-    """A field of an instruction; what identical layers share is the same object."""
-    if isinstance(value, StepInstruction):
-        return _form(value)
-    if isinstance(value, tuple):
-        return tuple(_form_of(v) for v in value)
-    return id(value) if isinstance(value, Subgraph | SegmentPrograms) else value
 
 
 @dataclass(frozen=True)

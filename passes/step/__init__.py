@@ -5,6 +5,7 @@ build          the instructions of a segment's forward, backward and loss
 buffer_states  what the checker knows of the rows of each buffer
 signature      what the programs of a segment read and make, and so its procedures
 checker        proves of such a procedure that nothing is read before it is written, and so on
+faults         what a checker finds wrong
 run_checks     its part for the calls of programs
 row_chunks     into which chunks the rows of a sequence are cut
 saving         what is saved of each chunk: for which price, in which share of the rows

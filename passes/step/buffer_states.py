@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from .faults import Fault
 from .instructions import Buffer, BufferKind, Chunks, Instruction, Procedure
 from .signature import KEPT, Signature
 
@@ -15,18 +16,6 @@ class Rows(Enum):
     ZERO = "zeros"
     COUNTED = "values where they count in the loss, anything elsewhere"
     COMPLETE = "values"
-
-
-class Fault(Exception):
-    """What is wrong.
-
-    Attributes:
-        instruction: at which that is seen; None: at the one that is followed, if one is.
-    """
-
-    def __init__(self, words: str, instruction: Instruction | None = None) -> None:
-        super().__init__(words)
-        self.instruction = instruction
 
 
 class BufferStates:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..graph.facts import shape_of, tensors_of
-from .buffer_states import BufferStates, Fault, Rows
+from .buffer_states import BufferStates, Rows
+from .faults import Fault, place_of
 from .instructions import (
     BY_ROWS,
     AllGather,
@@ -54,17 +55,8 @@ class UnsoundProcedure(Exception):
     """
 
     def __init__(self, procedure: Procedure, instruction: Instruction | None, words: str) -> None:
-        place = "" if instruction is None else f", at `{_line(instruction)}`"
-        super().__init__(f"procedure {procedure.name}{place}: {words}")
+        super().__init__(f"procedure {procedure.name}{place_of(instruction, line)}: {words}")
         self.procedure, self.instruction = procedure, instruction
-
-
-def _line(instruction: Instruction) -> str:
-    """An instruction in one line; its kind, if it is so broken that it has none."""
-    try:
-        return line(instruction)
-    except Exception:
-        return type(instruction).__name__
 
 
 def check(procedure: Procedure) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .buffer_states import BufferStates, Fault, Rows
+from .buffer_states import BufferStates, Rows
+from .faults import Fault
 from .instructions import Buffer, BufferKind, Chunks, Over, Procedure, Run
 from .signature import KEPT, Signature
 

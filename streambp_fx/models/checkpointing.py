@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..dynamo.hooks import Hooks
 from ..errors import warn
+from ..runtime.step_kinds import Draws
 
 # The switch that transformers has on its layers.
 SWITCH = "gradient_checkpointing"
@@ -117,7 +118,7 @@ def _once_or_twice(module: nn.Module, function: Callable[..., Any], *args: Any, 
     among = (getattr(function, "__self__", None), *getattr(function, "args", ()))
     layer = next((m for m in among if isinstance(m, nn.Module)), module)
     before = {place: (b, b._version, b.clone()) for place, b in _buffers(layer).items()}
-    drawn, (devices, states) = torch.get_rng_state(), get_device_states(*args)
+    draws = Draws(args)
     result = checkpoint(function, *args, use_reentrant=False, **kwargs)
     after = _buffers(layer)
     changed = [p for p, (b, version, _) in before.items() if after.get(p) is not b or b._version != version]
@@ -129,8 +130,7 @@ def _once_or_twice(module: nn.Module, function: Callable[..., Any], *args: Any, 
         for m, name in changed:
             buffer, _, value = before[m, name]
             m._buffers[name] = buffer.copy_(value)
-    torch.set_rng_state(drawn)
-    set_device_states(devices, states)
+    draws.restore()
     return function(*args, **kwargs)
 
 

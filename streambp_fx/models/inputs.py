@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -119,14 +118,14 @@ def has_both(given: Arguments) -> bool:
 
 def lacks_tokens(given: Arguments, model: nn.Module) -> bool:
     """True if a model that takes ids is given neither ids nor embeddings, under these names."""
-    takes = "input_ids" in inspect.signature(type(model).forward).parameters
+    takes = "input_ids" in signature_of(model, model.forward).parameters
     return takes and given.get("input_ids") is None and given.get("inputs_embeds") is None
 
 
 def _when_refused(given: Arguments, model: nn.Module) -> Iterator[str]:
     """What may be the matter with inputs that a model has refused; others take such."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    known = list(inspect.signature(type(model).forward).parameters)
+    known = list(signature_of(model, model.forward).parameters)
     for name in given.keywords if lacks_tokens(given, model) else ():
         hint = "" if name in known else did_you_mean(name, [n for n in known if given.get(n) is None])
         if hint:

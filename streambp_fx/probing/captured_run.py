@@ -12,6 +12,7 @@ from torch.fx import Node
 from ..passes.graph.causal_convolution import CAUSAL_CONV1D
 from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, shape_of
 from ..passes.graph.recurrence import RECURRENCE
+from ..passes.graph.subgraph import made_of
 from ..passes.graph.symbols import evaluate_size
 from ..passes.rules.op_sets import ALIGNED
 from ..runtime.segments.owned_buffers import attribute
@@ -61,7 +62,7 @@ class CapturedRun:
             first: nodes that are to be there before all others.
         """
         output = next(n for n in self.facts.nodes if n.op == "output")
-        early, needed = _made_of(first), _made_of(output.all_input_nodes)
+        early, needed = made_of(first), made_of(output.all_input_nodes)
         order = [n for n in self.facts.nodes if n in early]
         order += [n for n in self.facts.nodes if n in needed - early]
         last: dict[Node, int] = {}
@@ -160,14 +161,3 @@ def _region(facts: Facts, node: Node) -> list[Node]:
         found.update(inner)
         pending.extend(inner)
     return [n for n in facts.nodes if n in found]
-
-
-def _made_of(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes, and all that they are made of."""
-    found, pending = set(), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found

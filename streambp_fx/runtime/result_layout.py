@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from ..passes.graph.facts import Facts, expression, shape_of, tensors_of
 from ..passes.graph.subgraph import Subgraph
+from ..passes.graph.symbols import in_numbers
 from ..passes.s2_prove.scores import is_view
 from .step_interpreter import StepFrame
 
@@ -108,7 +109,8 @@ def _is_dense(facts: Facts, node: Node) -> bool:
     strides = [expression(s) for s in tensors_of(node)[0].stride()]
     within = sympy.S.One
     for size, stride in sorted(
-        zip(shape_of(node), strides, strict=True), key=lambda pair: facts.in_numbers(pair[1])
+        zip(shape_of(node), strides, strict=True),
+        key=lambda pair: in_numbers(pair[1], facts.values, unknown=2),
     ):
         if size != 1 and sympy.simplify(stride - within) != 0:
             return False
@@ -118,6 +120,6 @@ def _is_dense(facts: Facts, node: Node) -> bool:
 
 def _order_in_memory(facts: Facts, node: Node) -> tuple[int, ...] | None:
     """The dims of a result from the outermost in memory to the innermost; None for their own order."""
-    strides = [facts.in_numbers(expression(s)) for s in tensors_of(node)[0].stride()]
+    strides = [in_numbers(expression(s), facts.values, unknown=2) for s in tensors_of(node)[0].stride()]
     order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
     return order if order != tuple(range(len(strides))) and all(strides) else None

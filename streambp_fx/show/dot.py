@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from ..passes.graph.sources import path, source_line
+from ..passes.graph.subgraph import made_of
 from ..passes.s3_cut.alive_bytes import row_bytes
 
 if TYPE_CHECKING:
@@ -68,12 +69,7 @@ def _label(schedule: ScheduledStep, node: Node) -> str:
 def _last(schedule: ScheduledStep, output: Node) -> list[Node]:
     """Values of segments that the outputs are made of without a segment between."""
     made = {n for s in schedule.segments for n in s.outputs}
-    pending, seen = list(output.all_input_nodes), set()
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            pending += [] if node in made else node.all_input_nodes
+    seen = made_of(output.all_input_nodes, made.__contains__)
     return [n for s in schedule.segments for n in s.outputs if n in seen]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from ...graph.subgraph import made_of
 from .body import LoopBody, Size, reached, shared_dims
 
 
@@ -66,7 +67,7 @@ def _restricted(body: LoopBody, chosen: Sequence[int]) -> tuple[LoopBody, list[i
     sizes = {s.operand - body.by_rows for s in body.rest if isinstance(s, Size)}
     kept = {k for k in range(body.carried) if k in last or k in sizes} or {0}  # a loop has a state
     while True:  # what a state is made of is a state, too
-        needed = _made_of([*results, *(after[k] for k in kept)])
+        needed = made_of([*results, *(after[k] for k in kept)])
         more = {k for k in range(body.carried) if given[k] in needed} - kept
         if not more:
             break
@@ -86,13 +87,3 @@ def _restricted(body: LoopBody, chosen: Sequence[int]) -> tuple[LoopBody, list[i
     position = {k: place for place, k in enumerate(states)}
     found = LoopBody(module, len(states), body.by_rows, rest, tuple(position[k] for k in last))
     return found, places
-
-
-def _made_of(nodes: Iterable[Node]) -> set[Node]:
-    found, pending = set[Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found

@@ -7,7 +7,6 @@ the carried values that the chunk before has left, and leaves its own. What is n
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from ...graph.autograd_functions import Retrace
 from ...graph.facts import expression
 from ...graph.recurrence import RECURRENCE
 from .apart import parts_of
-from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, refuse_effects_of, shared_dims
+from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, refuse_effects_of
 
 log = logging.getLogger(__name__)
 SCAN = getattr(torch.ops.higher_order, "scan", None)
@@ -160,7 +159,6 @@ def understood(
         raise LoopNotUnderstood("has no result by rows")
     if not all(x.is_floating_point() for x in (*results, *begin)):
         raise LoopNotUnderstood("carries or makes values that are no floating-point numbers")
-    body = dataclasses.replace(body, shared=shared_dims(results))
     refuse_effects_of(body, operands)
     return body, operands, results
 

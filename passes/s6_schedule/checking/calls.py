@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ...graph.facts import Reach, shape_of
+from ...step.faults import Fault
 from ...step.instructions import Buffer, BufferKind
 from ..program import Call, CallLoss, ChunksFirst, read_from_outside
 from ..program.values import Value, ValueKind
@@ -19,7 +20,7 @@ from .operands import (
     read_by,
 )
 from .parts import is_the_epilogue
-from .step_state import Fault, State, run
+from .step_state import State, run
 
 BACKWARD = ("backward", "scaling")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ...graph.facts import Kind, tensors_of
+from ...step.faults import Fault
 from ..program import Add, Drop, HandOver, Return, Seed, StepProgram, SumShares, Zeros
 from ..program.values import CALLER, Value, ValueKind
 from .operands import are, are_gradients
-from .step_state import Fault, State
+from .step_state import State
 
 
 def check_promises(program: StepProgram) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
+from ...step.faults import Fault
 from ..program import (
     Again,
     Call,
@@ -17,12 +18,13 @@ from ..program import (
     Leave,
     StepInstruction,
     TakeParameters,
+    form_of,
     read_from_outside,
     segment_of,
 )
 from ..program.values import DEVICE, ValueKind
 from .operands import are
-from .step_state import Fault, State, is_on_device
+from .step_state import State, is_on_device
 
 PLACES = (DEVICE, "host", "disk")
 #: What is done around the instructions of a group.
@@ -100,17 +102,9 @@ def check_layers(state: State, instruction: Layers) -> None:
     for body in instruction.rounds:
         for inner in body:
             state.follow(state, inner)
-    forms = {tuple(_form(i) for i in body) for body in instruction.rounds}
+    forms = {tuple(map(form_of, body)) for body in instruction.rounds}
     if len(forms) != 1 or forms == {()}:
         raise Fault("not all layers do the same")
-
-
-def _form(instruction: StepInstruction) -> Hashable:
-    """What an instruction does, whatever it does it to."""
-    names = ("programs", "procedure_name", "way", "part", "place", "there", "stays")
-    found: list[Hashable] = [getattr(instruction, name, None) for name in names]
-    found += [type(instruction).__name__, len(instruction.inputs), len(instruction.results)]
-    return (*found, *(_form(i) for i in getattr(instruction, "body", ())))
 
 
 # ---- where something lies

@@ -14,10 +14,11 @@ from torch.fx import Node
 from ...graph.facts import Facts, Segment, shape_of, tensors_of
 from ...s3_cut.alive_bytes import row_axis
 from ...step.build import Way
+from ...step.faults import Fault
 from ...step.instructions import Buffer, BufferKind
 from ..program import Call, CallLoss, ChunksFirst, StepInstruction
 from ..program.values import Value, ValueKind
-from .step_state import Fault, State
+from .step_state import State
 
 CAPTURED = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE, BufferKind.OUTPUT)
 GRADIENTS = (BufferKind.GRADIENT, BufferKind.SUM)

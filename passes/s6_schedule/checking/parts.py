@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ...graph.facts import Segment
 from ...graph.subgraph import Subgraph
+from ...step.faults import Fault
 from ..program import CallLoss, Defer, Differentiate, Linearize, RunPart
 from ..program.values import EPILOGUE, Value, ValueKind
 from .operands import are, are_gradients
-from .step_state import Fault, State, run
+from .step_state import State, run
 
 WHOLE, SEGMENT, LAST = "whole values", "segment", "epilogue"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...s3_cut.alive_bytes import row_axis
+from ...step.faults import Fault
 from ..program import (
     Call,
     CallLoss,
@@ -17,7 +17,7 @@ from ..program import (
     segment_of,
 )
 from ..program.values import Value, ValueKind
-from .step_state import Fault, State
+from .step_state import State
 
 
 def check_take_parameters(state: State, instruction: TakeParameters) -> None:
@@ -129,10 +129,3 @@ def _read_whole(state: State, instruction: StepInstruction) -> list[Value]:
     own = set(instruction.bindings().values()) if isinstance(instruction, Call) else set()
     captured = [v for v in instruction.inputs if v.kind is ValueKind.CAPTURED and v not in own]
     return [v for v in captured if v.node in state.shared.by_rows]
-
-
-def values_by_rows(state: State) -> None:
-    """Find the values that segments make of which each device has its own rows."""
-    if state.shared.shares:
-        made = (n for s in state.facts.segments for n in s.outputs)
-        state.shared.by_rows = frozenset(n for n in made if row_axis(state.facts, n) is not None)

@@ -9,7 +9,9 @@ from torch.fx import Node
 
 from ...graph.facts import Kind, Segment
 from ...graph.subgraph import Subgraph
+from ...s3_cut.alive_bytes import row_axis
 from ...step.build import Way
+from ...step.faults import Fault
 from ..program import (
     Add,
     Again,
@@ -22,18 +24,6 @@ from ..program import (
     Zeros,
 )
 from ..program.values import DEVICE, Value, ValueKind
-
-
-class Fault(Exception):
-    """What is wrong.
-
-    Attributes:
-        instruction: at which that is seen; None: at the one that is followed, if one is.
-    """
-
-    def __init__(self, words: str, instruction: StepInstruction | None = None) -> None:
-        super().__init__(words)
-        self.instruction = instruction
 
 
 class Gradients:
@@ -111,7 +101,7 @@ class Shared:
         stayed: those that were given back in the forward, and are still there.
         summed: parameters whose gradients have been summed over the devices.
         shares: gradients are those of this device's rows.
-        by_rows: values of which each device has its own rows.
+        by_rows: values that segments make of which each device has its own rows.
         collected: of which all rows are gathered for the next instruction.
     """
 
@@ -121,7 +111,8 @@ class Shared:
         self.stayed: set[int] = set()
         self.summed: set[Value] = set()
         self.shares = any(call.way.several for call in program.calls())
-        self.by_rows: frozenset[Node] = frozenset()
+        outputs = (n for s in program.facts.segments for n in s.outputs if self.shares)
+        self.by_rows = frozenset(n for n in outputs if row_axis(program.facts, n) is not None)
         self.collected: CollectRows | None = None
 
 

@@ -32,7 +32,7 @@ from .instructions import (
     TakeParameters,
     Zeros,
 )
-from .step_program import StepProgram, flat, read_from_outside, segment_of, unrolled
+from .step_program import StepProgram, flat, form_of, read_from_outside, segment_of, unrolled
 
 __all__ = [
     "Add",
@@ -61,6 +61,7 @@ __all__ = [
     "TakeParameters",
     "Zeros",
     "flat",
+    "form_of",
     "read_from_outside",
     "segment_of",
     "unrolled",

@@ -10,8 +10,9 @@ differentiated is a node of autograd's graph, and its counterpart in the backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from ...graph.facts import Facts
 from .instructions import Again, Call, ChunksFirst, Group, Layers, StepInstruction
@@ -112,3 +113,22 @@ def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
             yield from (*instruction.again, *instruction.body)
         else:
             yield instruction
+
+
+#: What tells the instructions of one layer from those of the next, and nothing that they do.
+WHOSE = frozenset({"inputs", "results", "segment", "group", "bucket", "number"})
+
+
+def form_of(instruction: StepInstruction) -> Hashable:
+    """What an instruction does, whatever it does it to."""
+    kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
+    names = (f.name for f in fields(instruction) if f.name not in WHOSE)
+    how = tuple(_form_of_field(getattr(instruction, name)) for name in names)
+    return (type(instruction).__name__, len(instruction.inputs), kinds, how)
+
+
+def _form_of_field(value: Any) -> Hashable:
+    """Of parts and programs, which identical layers share, each is equal to itself alone."""
+    if isinstance(value, StepInstruction):
+        return form_of(value)
+    return tuple(map(_form_of_field, value)) if isinstance(value, tuple) else value

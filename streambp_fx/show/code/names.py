@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from ...passes.graph.facts import Facts
 from ...passes.graph.sources import IN_MODULE, path
+from .helpers import HELPERS
 
 # `query = ...`, also with an annotation, but neither `a, b = ...` nor `a == b`.
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)\s*(?::[^=]+)?=(?!=)")
@@ -23,8 +24,7 @@ RESERVED = {
     "torch", "math", "operator", "aten", "T", "CHUNK", "LOSS_CHUNK", "DEVICE", "step", "parameters",
     "buffers", "constants", "cotangents", "seed", "gradients", "whole_values", "epilogue", "loss_of",
     "rows", "prefix", "low", "total", "start", "columns", "index", "program", "found", "unit",
-    "itertools", "split_rows", "no_program", "accumulate", "differentiate", "rows_of", "write_rows",
-    "add_rows", "power_of_two_above", "dropout_mask", "random_numbers",
+    "itertools", *HELPERS,
 }  # fmt: skip
 
 

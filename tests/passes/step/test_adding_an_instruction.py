@@ -17,7 +17,8 @@ import streambp_fx
 from streambp_fx.cost import procedures
 from streambp_fx.passes.s5_lower import programs
 from streambp_fx.passes.step import build, checker, text
-from streambp_fx.passes.step.buffer_states import BufferStates, Fault
+from streambp_fx.passes.step.buffer_states import BufferStates
+from streambp_fx.passes.step.faults import Fault
 from streambp_fx.passes.step.instructions import Buffer, Procedure
 from streambp_fx.runtime.segments import interpreter
 from streambp_fx.runtime.segments.interpreter import Frame

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import get_args
 
 from streambp_fx.cost import procedures, step_walk
-from streambp_fx.passes.s6_schedule import program
+from streambp_fx.passes.s6_schedule import checker
 from streambp_fx.passes.step.instructions import Instruction
 from streambp_fx.runtime import step_interpreter
 from streambp_fx.runtime.segments import interpreter
 from streambp_fx.show.code import step, sweeps
 
 OF_SEGMENTS = set(get_args(Instruction))
-OF_STEPS = {
-    kind
-    for kind in vars(program).values()
-    if isinstance(kind, type) and issubclass(kind, program.StepInstruction) and dataclasses.is_dataclass(kind)
-} - {program.StepInstruction}
+OF_STEPS = set(checker.CHECKS)  # which has all of them, see test_unsound_steps.py
 # The backward is run by autograd; these are what it does, or what the prologue is made of.
 BY_AUTOGRAD = {
     "Add",
