@@ -37,7 +37,7 @@ from ..graph.facts import (
     tensors_of,
 )
 from ..graph.fake_values import Environment
-from ..graph.functionalization import Memory, changes_something, functional
+from ..graph.functionalization import Memory, NotPureError, changes_something, functional
 from ..graph.purity import is_random
 from ..graph.tracing import trace
 from ..rules.pointwise import pointwise_ops
@@ -84,10 +84,14 @@ class FunctionCall:
         self.tensors = [a for a in node.args if isinstance(a, Node) and tensors_of(a)]
         self.gradients: list[int | None] = []
         try:
-            self.captured = normalize(self._traced())
-        except Exception as error:
+            traced = self._traced()
+        except Exception as error:  # whatever somebody's function makes of values that are symbols
             reason = str(error).strip().split("\n", 1)[0]
             raise NotSeparable(f"{WHAT} that cannot be looked into ({reason})") from error
+        try:
+            self.captured = normalize(traced)
+        except NotPureError as error:
+            raise NotSeparable(f"{WHAT} that cannot be looked into ({error})") from error
         graph = self.captured.module.graph
         self.placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self.results = list(graph.output_node().args[0])

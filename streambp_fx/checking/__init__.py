@@ -3,6 +3,7 @@
 self_check           all of it
 short_inputs         inputs of a few rows, cut from those of the real step
 short_steps          one short step, and how far two of them are from one another
+rounding             what rounding alone makes of a short step
 same_random_numbers  two runs that draw the same random numbers
 dropout              is the gradient that of the loss, with what dropout has drawn?
 gradient_sketch      a gradient as a few random projections

@@ -42,22 +42,13 @@ from .dropout import CLEAR as SMOOTH
 from .dropout import Drawn, Trial
 from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
+from .rounding import RTOL, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
 from .short_inputs import CHUNK, Cut, ShortSizes, candidates, wanted_rows
-from .short_steps import VANISHING, Difference, Noisy, Outcome, differences, run
+from .short_steps import Difference, Outcome, run
 from .try_claims import contradicted
 
 log = logging.getLogger(__name__)
-# Relative differences that rounding may make, by dtype; above it, rounding is measured.
-RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
-# A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. Of the 272
-# parameters of SmolLM2, in float32, the worst of a right step has 2.01.
-BEYOND = 4.0
-# Two draws of noise differ by chance: that of a gradient counts as no less than what this share of them has
-# at most.
-USUAL = 0.9
-# Noise, as a share of the norm of the whole gradient, above which nothing can be told.
-DEAF = 0.5
 # Short sizes on which running the captured graph is tried.
 TRIED = 4
 LAZY_LEFT_OUT = "gradients of logits that are computed when read: rows are left out"
@@ -162,6 +153,7 @@ class _Check:
         self.real = real
         # Values that a step computes when they are read; a gradient may be refused where they are padding.
         self.lazy = frozenset(self.facts.lazy)
+        self.dropped = self.lazy - self.executor.parts.lazy.keys()
 
     def result(self) -> SelfCheck:
         sizes, given, expected = self._reference()
@@ -177,7 +169,7 @@ class _Check:
                 reason = f"the streamed step failed: {type(error).__name__}: {error}"
                 return self._failed(checked, reason, sizes, given, raised=True)
             if constant != self.lazy:
-                expected = run(self.module, given, self.fixed, constant=constant)
+                expected = self._run(self.module, given, constant)
             worst, wrong = self._compare(given, expected, found, constant)
             checked = dataclasses.replace(checked, difference=max(worst, checked.difference))
             if wrong:
@@ -204,7 +196,7 @@ class _Check:
         for loss in alone:
             yield frozenset(range(len(expected.outputs))) - {loss}
         if every:
-            yield self.lazy - self.executor.parts.lazy.keys()  # those that are dropped
+            yield self.dropped
 
     # ---- the two runs
 
@@ -214,7 +206,7 @@ class _Check:
         for sizes, given in self._givens():
             try:
                 values = given()
-                expected = run(self.module, values, self.fixed, constant=self.lazy)
+                expected = self._run(self.module, values, self.lazy)
             except Exception as error:
                 log.info("the captured graph does not run on %d rows", sizes.rows, exc_info=True)
                 reasons.append(f"on {sizes.rows} rows it fails: {type(error).__name__}: {error}")
@@ -278,7 +270,10 @@ class _Check:
         return frozenset(k for k in parameters if k not in self.executor.written.positions)
 
     def _streamed(self, sizes: ShortSizes, given: Sequence[Any], constant: Collection[int]) -> Outcome:
-        return run(self._call(sizes), given, self.fixed, constant=constant)
+        return self._run(self._call(sizes), given, constant)
+
+    def _run(self, call: Callable[..., Any], given: Sequence[Any], constant: Collection[int]) -> Outcome:
+        return run(call, given, self.fixed, self.dropped, constant)
 
     def _call(self, sizes: ShortSizes) -> Callable[..., list[Any]]:
         return functools.partial(self.executor, rows=sizes.chunk, loss_rows=sizes.loss_chunk)
@@ -309,43 +304,17 @@ class _Check:
         self, given: Sequence[Any], expected: Outcome, found: Outcome, constant: Collection[int]
     ) -> tuple[float, list[Difference]]:
         """The largest relative difference, and those that are more than rounding."""
-        every = list(differences(expected, found))
-        rtol, floor = self._rtol(given), VANISHING * expected.total
-        relative = {d: d.relative(floor) for d in every}
-        beyond = [d for d in every if relative[d] > rtol]
-        if beyond and all(math.isfinite(d.gap) for d in beyond):
-            beyond = self._beyond_noise(given, expected, relative, beyond, constant)
+        again = functools.partial(self._run, given=given, constant=constant)
+        try:
+            relative, beyond = Rounding(self.module, again, *self._tolerances(given)).beyond(expected, found)
+        except TooRough:
+            raise Unchecked("rounding alone changes its gradients as much") from None
         return max(relative.values(), default=0.0), beyond
 
-    def _beyond_noise(
-        self,
-        given: Sequence[Any],
-        expected: Outcome,
-        relative: dict[Difference, float],
-        suspects: list[Difference],
-        constant: Collection[int],
-    ) -> list[Difference]:
-        """Those that rounding does not make. See NOTE [rounding as noise]."""
-        floor = VANISHING * expected.total
-        noise: dict[tuple[bool, int], float] = {}
-        whole = 0.0
-        for seed in range(2):
-            noisy = run(Noisy(self.module, seed).run, given, self.fixed, constant=constant)
-            every = list(differences(expected, noisy))
-            whole = max(whole, math.hypot(*(d.gap for d in every if d.is_gradient)))
-            for d in every:
-                noise[d.key] = max(noise.get(d.key, 0.0), d.relative(floor))
-        log.debug("noise %s", [(d.what, relative[d], noise.get(d.key)) for d in suspects])
-        of_gradients = sorted(n for (is_gradient, _), n in noise.items() if is_gradient)
-        usual = of_gradients[int(USUAL * (len(of_gradients) - 1))]
-        known = {d: max(noise.get(d.key, 0.0), usual * d.is_gradient) for d in suspects}
-        beyond = [d for d in suspects if relative[d] > BEYOND * known[d]]
-        if not beyond and not whole <= DEAF * expected.total:
-            raise Unchecked("rounding alone changes its gradients as much")
-        return beyond
-
-    def _rtol(self, given: Sequence[Any]) -> float:
-        return max((RTOL[d] for d in self._dtypes(given)), default=RTOL[torch.float32])
+    def _tolerances(self, given: Sequence[Any]) -> tuple[float, float]:
+        """Relative differences that rounding may make in the finest and in the coarsest dtype of the step."""
+        known = [RTOL[d] for d in self._dtypes(given)] or [RTOL[torch.float32]]
+        return min(known), max(known)
 
     def _dtypes(self, given: Sequence[Any]) -> set[torch.dtype]:
         """Those of the step whose rounding is known."""

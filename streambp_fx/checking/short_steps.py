@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..passes.graph.tracing import without_saved_tensors_hooks
@@ -29,11 +29,12 @@ class Outcome:
     """What a short step gives.
 
     Attributes:
-        outputs: by position, None where there is no tensor.
+        outputs: by position, detached; None where they are not looked at.
         roots: positions of the outputs that were differentiated.
         differentiable: positions of those that can be.
         gradients: by position of the input; None where autograd gives none.
-        buffers: inputs that the step has changed, by position.
+        buffers: inputs that the step has changed, by position; of those that no step changes as well, as far
+            as PyTorch counts it.
         whole: gradients that were wanted as they are, by position of the input.
         value: the sum of what was differentiated, weighted with the cotangents.
     """
@@ -79,6 +80,7 @@ def run(
     """
     found, given = Outcome(), [_own(v, k in fixed) for k, v in enumerate(inputs)]
     leaves = {k: v for k, v in enumerate(given) if isinstance(v, Tensor) and v.requires_grad}
+    versions = {k: _version(given[k]) for k in fixed}
     if isinstance(call, GraphModule):  # whose call prints a traceback where an op fails, as on too few rows
         _LazyGraphModule.force_recompile(call)
         call = call.forward
@@ -87,7 +89,7 @@ def run(
         roots, cotangents = [], []
         for position, result in enumerate(results):
             if not isinstance(result, Tensor) or position in skipped:
-                found.outputs.append(None)
+                found.outputs.append(None if position in skipped else result)
                 continue
             value = result.read() if hasattr(result, "read") else result
             found.outputs.append(value.detach())
@@ -104,7 +106,10 @@ def run(
             with torch._C._DisableAutocast():
                 torch.autograd.backward(roots, cotangents)
     for position, (before, after) in enumerate(zip(inputs, given, strict=True)):
-        if isinstance(before, Tensor) and position not in fixed and not torch.equal(before, after):
+        if not isinstance(before, Tensor):
+            continue
+        same = torch.equal(before, after) if position not in fixed else versions[position] == _version(after)
+        if not same:
             found.buffers[position] = after.detach()
     return found
 
@@ -115,6 +120,11 @@ def _own(value: Any, fixed: bool) -> Any:
         return value
     own = value.detach() if fixed else value.detach().clone()
     return own.requires_grad_(value.requires_grad)
+
+
+def _version(value: Any) -> int | None:
+    """How often a tensor was changed in place, which one that shares its memory knows as well."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 @contextlib.contextmanager
@@ -193,7 +203,10 @@ class Difference:
 def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
     """All comparisons, those that are equal among them: outputs, gradients, buffers."""
     for position, (a, b) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
-        if a is None or b is None:
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            if isinstance(a, Tensor) or isinstance(b, Tensor) or (isinstance(a, int | float) and a != b):
+                words = f"is {_kind(a)} in eager, {_kind(b)} when streamed"
+                yield Difference(f"output {position}", position, False, math.inf, 0.0, words)
             continue
         here, there = (position in side.differentiable for side in (expected, found))
         if here is not there:
@@ -220,6 +233,10 @@ def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
             yield _of_values(f"input {position}", position, a, b)
 
 
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
+
+
 def _of_values(what: str, position: int, a: Tensor, b: Tensor) -> Difference:
     if a.shape != b.shape or a.dtype != b.dtype:
         words = f"{tuple(a.shape)} {a.dtype} in eager, {tuple(b.shape)} {b.dtype} when streamed"
@@ -229,46 +246,3 @@ def _of_values(what: str, position: int, a: Tensor, b: Tensor) -> Difference:
     wide = torch.complex128 if a.is_complex() else torch.float64
     gap, norm = (float(torch.linalg.vector_norm(v)) for v in (a.to(wide) - b.to(wide), a.to(wide)))
     return Difference(what, position, False, gap if math.isfinite(gap) else math.inf, norm)
-
-
-class Noisy(Interpreter):
-    """Runs a graph with every value and every gradient rounded a little otherwise.
-
-    NOTE [rounding as noise]: a streamed step sums in another order. How far that moves a gradient depends on
-    the model; it is measured, by moving every value by up to one unit of its last place at random.
-    """
-
-    def __init__(self, module: GraphModule, seed: int) -> None:
-        super().__init__(module)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def run_node(self, n: Node) -> Any:
-        """Run a node, and move what it computes, and its gradient, by up to one unit of the last place."""
-        given = [v for v in (self.env[m] for m in n.all_input_nodes) if isinstance(v, Tensor)]
-        found = super().run_node(n)
-        if n.op not in ("call_function", "call_method", "call_module"):
-            return found
-        if isinstance(found, Tensor):
-            return self._moved(found, given)
-        if type(found) in (tuple, list):
-            return type(found)(self._moved(v, given) if isinstance(v, Tensor) else v for v in found)
-        return found
-
-    def _moved(self, value: Tensor, given: list[Tensor]) -> Tensor:
-        """Views and what was changed in place stay what they are."""
-        if not value.is_floating_point() or any(value is v for v in given) or value._is_view():
-            return value
-        places = {v.untyped_storage()._cdata for v in given}
-        if value.untyped_storage()._cdata in places:
-            return value
-        if value.requires_grad:
-            moved = value + self._noise(value)
-            moved.register_hook(lambda g: g + self._noise(g))
-            return moved
-        return value + self._noise(value)
-
-    def _noise(self, value: Tensor) -> Tensor:
-        eps = torch.finfo(value.dtype).eps
-        drawn = torch.rand(value.shape, generator=self.generator, dtype=torch.float32, device="cpu")
-        drawn.mul_(2 * eps).sub_(eps)
-        return (value.detach() * drawn.to(value.device, value.dtype)).nan_to_num(0.0, 0.0, 0.0)

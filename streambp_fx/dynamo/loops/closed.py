@@ -90,10 +90,9 @@ def _within(value: VariableTracker, effects: SideEffects) -> Iterator[VariableTr
     yield from effects.store_attr_mutations.get(value, {}).values()
     if isinstance(value, NestedUserFunctionVariable):
         for cell in value.closure.items if value.closure else ():  # type: ignore[attr-defined]
-            try:
-                yield effects.load_cell(cell)
-            except Exception:  # nothing is in it yet
-                continue
+            before = cell.pre_existing_contents
+            if before is not None or effects.has_pending_mutation_of_attr(cell, "cell_contents"):
+                yield effects.load_cell(cell)  # else nothing is in it yet, and reading it is an error
     elif isinstance(value, BaseListVariable):
         yield from value.items
     elif isinstance(value, kinds.ConstDictVariable):

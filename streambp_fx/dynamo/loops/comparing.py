@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from ...checking.self_check import RTOL
+from ...checking.rounding import RTOL
 from ...checking.short_steps import VANISHING, Outcome, differences, run
 from ...errors import held_warnings, warn
 from ...passes.graph.facts import expression

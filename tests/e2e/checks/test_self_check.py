@@ -27,6 +27,7 @@ from streambp_fx.passes.graph import kernel_settings
 from streambp_fx.passes.graph.facts import Reach
 from streambp_fx.passes.s4_trace import evaluation
 from streambp_fx.runtime import lazy_tensors, padding
+from streambp_fx.runtime.executor import Executor
 from streambp_fx.runtime.segments import loss_head, questions_to_data, segment_runner
 
 aten = torch.ops.aten
@@ -92,7 +93,8 @@ class Model(nn.Module):
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.layers = nn.ModuleList(Layer(what) for _ in range(2))
         self.register_buffer("steps", torch.zeros(()))
-        self.counts = what == "buffer"
+        self.register_buffer("gain", torch.ones((), dtype=torch.bfloat16))
+        self.counts, self.coarse = what == "buffer", what == "coarse"
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.counts:
@@ -100,12 +102,16 @@ class Model(nn.Module):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
+        if self.coarse:
+            x = x * self.gain
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
 def make(what: str = "", dtype: torch.dtype = torch.float64) -> Model:
     torch.manual_seed(3)
-    return Model(what).to(dtype)
+    model = Model(what).to(dtype)
+    model.gain = model.gain.to(torch.bfloat16)
+    return model
 
 
 def batch(rows: int = 33, samples: int = 2) -> tuple[Tensor, Tensor]:
@@ -208,6 +214,20 @@ def unscaled(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loss_head, "_coefficients", lambda *given: (own(*given)[0] * 1.01, own(*given)[1]))
 
 
+def parameter(patch: pytest.MonkeyPatch) -> None:
+    """A parameter is written, with what is in it already."""
+    own = Executor.__call__
+
+    def call(self: Any, *inputs: Any, **rows: int) -> Any:
+        with torch.no_grad():
+            for value in inputs:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.mul_(1.0)
+        return own(self, *inputs, **rows)
+
+    patch.setattr(Executor, "__call__", call)
+
+
 def twice(patch: pytest.MonkeyPatch) -> None:
     """A buffer is written twice."""
     from streambp_fx.runtime.written_inputs import WrittenInputs
@@ -242,6 +262,12 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "sparse gradients": (sparse, "", r"segment \d, aten.linear.default"),
     "rows": (a_row_less, "", "segment"),
     "coefficients": (unscaled, "", "every segment alone is right"),
+    "beside a coarse dtype": (
+        emitted(aten.gelu.default, lambda v: v * 1.0005),
+        "coarse",
+        "segment 1, aten.gelu.default",
+    ),
+    "parameter": (parameter, "", "every segment alone is right"),
     "buffer": (twice, "buffer", "every segment alone is right"),
     "dropped words": (emitted(aten.dropout.default, lambda v: v * 1.1), "dropout", "aten.dropout.default"),
 }
