@@ -228,6 +228,7 @@ STEP_PASSES: tuple[StepPass, ...] = (
         "keep_inputs_of_groups",
         "segments that keep their inputs together are run again before their backward",
         _by_policy(keep_inputs_of_groups),
+        gives=("what runs again",),
         applies=lambda settings: (
             bool(settings.parts.facts.segments) and settings.parts.policy.order == "layers"
         ),
@@ -236,6 +237,7 @@ STEP_PASSES: tuple[StepPass, ...] = (
         "run_chunks_first",
         "each chunk goes through neighbouring layers before the next chunk does",
         _by_policy(run_chunks_first),
+        gives=("loops",),
         applies=lambda settings: settings.parts.runs_chunks_first and not settings.several,
     ),
     Pass(
@@ -244,53 +246,66 @@ STEP_PASSES: tuple[StepPass, ...] = (
         lambda made, settings: replace(
             made, program=keep_states(made.program, settings.parts, settings.kept_states)
         ),
+        needs=("what runs again", "loops"),
+        gives=("what is kept",),
         applies=lambda settings: bool(settings.kept_states),
     ),
     Pass(
         "overwrite_rows_of_loss",
         "the gradient of a loss head's rows is written over them",
         _by_policy(overwrite_rows_of_loss),
+        needs=("what is kept",),
         optional=True,
     ),
     Pass(
         "move_what_is_kept",
         "what the backward reads of the forward leaves the device and comes back",
         _by_policy(move_what_is_kept),
+        needs=("what is kept",),
         applies=lambda settings: settings.parts.moves,
     ),
     Pass(
         "leave_out_rows",
         "of samples that have ended the rest is not run",
         lambda made, _: replace(made, program=leave_out_rows(made.program)),
+        needs=("loops",),
         applies=lambda settings: settings.left_out,
     ),
     Pass(
         "share_rows",
         "each device runs its own rows, and what others read of them is exchanged",
         _by_policy(share_rows),
+        needs=("what runs again",),
+        gives=("shares",),
         applies=lambda settings: settings.several,
     ),
     Pass(
         "take_parameters",
         "parameters that several devices store are gathered before they are read, and given back",
         _by_policy(take_parameters),
+        needs=("what runs again", "loops"),
         applies=lambda settings: _is_shared(settings.parts),
     ),
     Pass(
         "reduce_gradients",
         "gradients are summed over several devices when those of a group or of a bucket are complete",
         _by_policy(reduce_gradients),
+        needs=("shares",),
+        gives=("gradients",),
         applies=lambda settings: _is_shared(settings.parts),
     ),
     Pass(
         "drop_what_nobody_reads",
         "each value is let go after the last instruction that reads it",
         lambda made, _: Scheduling(drop_what_nobody_reads(made.program), dropped=True),
+        needs=("what is kept", "gradients"),
+        gives=("drops",),
     ),
     Pass(
         "fold_layers",
         "what is done to one layer after the other becomes a loop",
         lambda made, _: replace(made, program=fold_layers(made.program)),
+        needs=("drops",),
         optional=True,
     ),
 )
