@@ -293,7 +293,7 @@ def traced_text(programs: SegmentPrograms, kind: str, extent: Extent = LATER) ->
     """The program of a kind before it is lowered, without the ops that nobody reads."""
     program = traced(programs, kind, extent)
     inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
-    known = _names_of_inputs(programs)
+    known = names_of_inputs(programs)
     names = [known.get(name, name) for name in input_names(programs.slots(kind))]
     words = Words(program.guards.names, dict(zip(inputs, names, strict=True)))
     return words.graph(program.module.graph, dead=False)
@@ -302,7 +302,7 @@ def traced_text(programs: SegmentPrograms, kind: str, extent: Extent = LATER) ->
 def lowered_words(programs: SegmentPrograms, program: Lowered) -> Words:
     """Words for a program as it is run."""
     inputs = [n for n in program.module.graph.nodes if n.op == "placeholder"]
-    known = _names_of_inputs(programs)
+    known = names_of_inputs(programs)
     return Words(program.sizes, {n: known.get(n.name, n.name) for n in inputs})
 
 
@@ -311,7 +311,7 @@ def lowered_text(programs: SegmentPrograms, program: Lowered) -> str:
     return lowered_words(programs, program).graph(program.module.graph)
 
 
-def _names_of_inputs(programs: SegmentPrograms) -> dict[str, str]:
+def names_of_inputs(programs: SegmentPrograms) -> dict[str, str]:
     """What inputs of programs are called where they are called by inputs of the captured graph."""
     found = [b for kind in ("joint", "forward", "state_joint") for b in programs.slots(kind).tensors]
     given = [b for b in found if b.node is not None and b.node.op == "placeholder"]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from golden import check_golden
 from golden_graphs import difference, sections
+from recurrent import recurrent
 from test_sharded_step import sharded, with_engine
 from test_step_program import parts
-from torch import Tensor, nn
-from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-import streambp_fx
 from streambp_fx.passes.pipeline.runner import run_passes
 from streambp_fx.passes.s2_prove.independent_samples import batch_size
 from streambp_fx.passes.s3_cut.policy import Policy
@@ -26,50 +21,6 @@ from streambp_fx.passes.s6_schedule.program import StepProgram
 from streambp_fx.passes.s6_schedule.step_parts import StepParts
 from streambp_fx.passes.s6_schedule.text import step_text
 from streambp_fx.passes.s6_schedule.transforms import STEP_PASSES, Scheduling, StepPass, StepSettings
-
-WIDTH, STATES = 4, 3
-
-
-class Recurrence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = nn.Linear(WIDTH, WIDTH + 2 * STATES)
-        self.decay, self.skip = nn.Parameter(torch.rand(WIDTH, STATES)), nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps, into, out = self.made(x).transpose(1, 2).split([WIDTH, STATES, STATES], 1)
-        given = (x.transpose(1, 2), steps, -self.decay.exp(), into, out, self.skip)
-        return x + mamba_selective_scan(*given).transpose(1, 2)
-
-
-class Recurrent(nn.Module):
-    """Layers of one recurrence each, and a loss."""
-
-    def __init__(self, layers: int, trained: bool) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False)
-        self.layers = nn.ModuleList(Recurrence() for _ in range(layers))
-        self.layers[0].requires_grad_(trained)
-        self.embed.requires_grad_(trained)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())
-
-
-@functools.cache
-def recurrent(layers: int = 1, trained: bool = True) -> StepParts:
-    torch.manual_seed(0)
-    model = Recurrent(layers, trained)
-    streambp_fx.transform(model, chunk=4, loss_chunk=4, check="never")
-    ids = torch.arange(26).view(2, 13) % 7
-    model(input_ids=ids).backward()
-    found = streambp_fx.schedule(model)
-    assert found is not None
-    return found.cost.executor.parts
-
 
 # By pass and case: the parts of a step, and what else it is made with.
 Case = tuple[Callable[[], StepParts], dict[str, Any]]
