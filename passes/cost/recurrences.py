@@ -2,14 +2,15 @@
 
 Nobody can read that from its op, so it is run on tensors without memory. Such a function works on blocks of
 rows, as many as its author found good, and fills the last one up: what is alive at once grows with the square
-of the rows within a block, and with the number of blocks beyond. It grows evenly with the samples.
+of the rows within a block, and with the number of blocks beyond. It grows evenly with the samples, from the
+second one on: of one sample much lies in memory as an op wants it, and is not copied.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -39,13 +40,20 @@ def inner_bytes(node: Node) -> sympy.Expr:
 
 def kept_bytes(node: Node) -> sympy.Expr:
     """Bytes that the record of a step holds until it is differentiated, see NOTE [a recorded step]."""
-    return _in_sizes(node, lambda n, rows, number: _held(_without_memory(n, rows, number)))
+    return _in_sizes(node, lambda n, rows, number, several: _held(_without_memory(n, rows, number, several)))
 
 
-def _in_sizes(node: Node, bytes_of: Callable[[Node, sympy.Expr, int], int]) -> sympy.Expr:
-    """Bytes in the sizes of the graph, from those of a number of rows and one sample."""
+def _in_sizes(node: Node, bytes_of: Callable[[Node, sympy.Expr, int, int], int]) -> sympy.Expr:
+    """Bytes in the sizes of the graph, from those of a number of rows of one sample and of two."""
     rows, samples = _sizes(node)
-    return _by_blocks(rows, functools.cache(functools.partial(bytes_of, node, rows)), _blocks(node)) * samples
+
+    def found(several: int) -> sympy.Expr:
+        own = functools.cache(lambda number: bytes_of(node, rows, number, several))
+        return _by_blocks(rows, own, _blocks(node))
+
+    if samples == 1:
+        return found(1)
+    return sympy.Piecewise((found(1), sympy.Eq(samples, 1)), (found(2) * samples / 2, True))
 
 
 def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], int]) -> tuple[int, int]:
@@ -59,10 +67,10 @@ def kept_and_inner_bytes_at(step: Node, vjp: Node, size: Callable[[sympy.Expr], 
     number, several = max(1, size(rows)), size(samples)
 
     def kept(number: int) -> int:
-        args = _without_memory(vjp, rows, number)
+        args = _without_memory(vjp, rows, number, 1)
         return _held((*args[:5], args[7]))
 
-    alone = functools.partial(_bytes_of, vjp, rows)
+    alone = functools.partial(_bytes_of, vjp, rows, several=1)
     return _of_rows(step, kept, number) * several, _of_rows(step, alone, number) * several
 
 
@@ -90,7 +98,7 @@ def _blocks(node: Node) -> tuple[int, ...]:
 
 def _work_of(node: Node, rows: sympy.Expr, number: int) -> Work:
     """The same with a number for the rows, and one sample."""
-    args = _with_record(node, _without_memory(node, rows, number))
+    args = _with_record(node, _without_memory(node, rows, number, 1))
     with _CountedWork() as counted:
         KERNELS[node.target](*args)
     return counted.work
@@ -143,10 +151,19 @@ def _by_blocks(
     """Bytes as an expression in the rows, from those of a few numbers of rows."""
     block = next((b for b in blocks if _grows_evenly(b, bytes_of)), blocks[-1])
     first, more = bytes_of(block), bytes_of(3 * block) - bytes_of(2 * block)
-    beyond = first + more * (sympy.ceiling(rows / block) - 1)
-    tried = [(n, bytes_of(n)) for n in (block // 8, block // 4, block // 2, block)]
-    within = sympy.ceiling(sympy.interpolate(tried, rows))
-    return sympy.Piecewise((within, rows <= block), (beyond, True))
+    half = 2 * bytes_of(block * 3 // 2) - bytes_of(block) - bytes_of(2 * block)
+    begun = rows / block if abs(half) <= EVEN * first else sympy.ceiling(rows / block)  # none is filled up
+    beyond = sympy.ceiling(first + more * (begun - 1))
+    return sympy.Piecewise(*_within_block(rows, block, bytes_of), (beyond, True))
+
+
+def _within_block(
+    rows: sympy.Expr, block: int, bytes_of: Callable[[int], int]
+) -> Iterator[tuple[sympy.Expr, Any]]:
+    """Bytes of up to a block of rows: what is alive at the peak may be another value from a half of it on."""
+    for end in (block // 4, block // 2, block):
+        tried = [(n, bytes_of(n)) for n in (end // 2, end * 3 // 4, end)]
+        yield sympy.ceiling(sympy.interpolate(tried, rows)), rows <= end
 
 
 def _grows_evenly(block: int, bytes_of: Callable[[int], int]) -> bool:
@@ -155,9 +172,9 @@ def _grows_evenly(block: int, bytes_of: Callable[[int], int]) -> bool:
     return two - one > 0 and abs((three - two) - (two - one)) <= EVEN * one
 
 
-def _bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
-    """The same with a number for the rows, and one sample."""
-    args = _without_memory(node, rows, number)
+def _bytes_of(node: Node, rows: sympy.Expr, number: int, several: int) -> int:
+    """The same with a number for the rows, and of the samples."""
+    args = _without_memory(node, rows, number, several)
     with LiveBytes(x for x in tree_leaves(args) if isinstance(x, Tensor)) as meter:
         args = _with_record(node, args)
         before = meter.peak = meter.live
@@ -167,8 +184,8 @@ def _bytes_of(node: Node, rows: sympy.Expr, number: int) -> int:
 
 
 def _bytes_in(made: Any) -> int:
-    storages = (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor))
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+    """Of results, as whoever follows a program counts them: each has memory of its own."""
+    return sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
 
 
 def _held(args: Any) -> int:
@@ -178,23 +195,30 @@ def _held(args: Any) -> int:
         return meter.live - _bytes_in(made)
 
 
-def _without_memory(node: Node, rows: sympy.Expr, number: int) -> Any:
-    """What the op is given for so many rows of one sample."""
+def _without_memory(node: Node, rows: sympy.Expr, number: int, several: int) -> Any:
+    """What the op is given for so many rows of so many samples."""
 
     samples = [s for s in _shape(node) if not s.is_Integer and s != rows]
-    one: dict[Any, Any] = {}  # the symbols, if there is one sample
-    for several in samples:
-        if len(several.free_symbols) == 1 and several.is_polynomial():
-            (symbol,) = several.free_symbols
-            one[symbol] = next(iter(sympy.solve(several - 1, symbol)), sympy.S.One)
+    known: dict[Any, Any] = {}  # the symbols; of several dims of samples the last have one
+    counts = dict(zip(samples, (several, *(1 for _ in samples[1:])), strict=False))
+    for size_of, count in counts.items():
+        if len(size_of.free_symbols) == 1 and size_of.is_polynomial():
+            (symbol,) = size_of.free_symbols
+            known[symbol] = next(iter(sympy.solve(size_of - count, symbol)), sympy.S.One)
 
     def size(given: sympy.Expr) -> int:
-        if given == rows or given in samples:
-            return number if given == rows else 1
-        return in_numbers(given, one)
+        return number if given == rows else counts[given] if given in counts else in_numbers(given, known)
+
+    numbers = {**known, **({rows: number} if rows.is_Symbol else {})}
 
     def alike(value: Node) -> Tensor:
-        shape = [size(expression(s)) for s in tensors_of(value)[0].shape]
-        return torch.empty(shape, dtype=tensors_of(value)[0].dtype, device="meta")
+        """It lies in memory as the value does, which decides what an op copies."""
+        given = tensors_of(value)[0]
+        shape = [size(expression(s)) for s in given.shape]
+        strides = [expression(s) for s in given.stride()]
+        if all(set(stride.free_symbols) <= numbers.keys() for stride in strides):
+            laid = [in_numbers(stride, numbers) for stride in strides]
+            return torch.empty_strided(shape, laid, dtype=given.dtype, device="meta")
+        return torch.empty(shape, dtype=given.dtype, device="meta")
 
     return torch.fx.node.map_arg(node.args, alike)

@@ -87,7 +87,7 @@ class Overwrite:
 
 @dataclass(frozen=True)
 class Free:
-    """A buffer that nobody reads any more is let go."""
+    """A buffer that nobody reads any more is let go; of what is kept, the part of the chunk that is run."""
 
     buffer: Buffer
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..passes.graph.facts import Segment
 from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from ..passes.s6_schedule.program import Call
+from ..passes.s6_schedule.program.one_loop import HandOn, OneLoop
 from ..passes.s6_schedule.program.values import Value, ValueKind
 from ..passes.step.instructions import (
     BY_ROWS,
@@ -76,56 +77,63 @@ class ProcedureWalk:
         for instruction in call.procedure.body:
             yield from COUNT[type(instruction)](self, instruction, procedure)
 
-    def walk_together(self, calls: Sequence[Call], phase: str, reverse: bool) -> Iterator[Moment]:
+    def walk_one_loop(self, loop: OneLoop, phase: str) -> Iterator[Moment]:
         """The moments of procedures whose loops run as one."""
-        every = [_Bound(call, self.runner(call), phase) for call in calls]
-        for own in every:
-            yield from self._outside(own, before=True)
-        costs = [self._costs(own) for own in every]
-        for own in every if self.sizes.symbolic else ():  # a chunk stands for all: there was one before it
-            self._roll(own, None)
-        chunks = list(range(len(costs[0])))
-        for k in reversed(chunks) if reverse else chunks:
-            for place, own in enumerate(every):
-                following = every[place + 1] if place + 1 < len(every) else None
-                yield from self._one_chunk(own, costs[place][k], following)
-        for own in every:
-            yield from self._outside(own, before=False)
-
-    def _outside(self, within: _Bound, before: bool) -> Iterator[Moment]:
-        """What a procedure does before its loop, or after it."""
-        first, _, then = within.call.procedure.around_loop()
-        for instruction in first if before else then:
-            yield from COUNT[type(instruction)](self, instruction, within)
+        bound = {id(call): _Bound(call, self.runner(call), phase) for call in loop.calls}
+        for own in loop.before:
+            yield from COUNT[type(own.instruction)](self, own.instruction, bound[id(own.call)])
+        costs = {key: self._costs(own) for key, own in bound.items()}
+        if self.sizes.symbolic:  # a chunk stands for all: there was one before it
+            for own in loop.body:
+                if isinstance(own.instruction, Roll):
+                    self._roll(own.instruction, bound[id(own.call)], None)
+        chunks = range(len(costs[id(loop.calls[0])]))
+        for k in reversed(chunks) if loop.reverse else chunks:
+            for own in loop.body:
+                within, chunk = bound[id(own.call)], costs[id(own.call)][k]
+                yield from COUNT_OF_CHUNK[type(own.instruction)](self, own.instruction, within, chunk)
+        for own in loop.after:
+            yield from COUNT[type(own.instruction)](self, own.instruction, bound[id(own.call)])
 
     def _costs(self, within: _Bound) -> list[ChunkCost]:
         ((loop, run),) = within.call.procedure.runs()
         return self.cost.calls_of(within.runner, run, self.sizes, loop.share)
 
-    def _roll(self, within: _Bound, chunk: ChunkCost | None) -> None:
-        """State gradients have from now on the columns of a chunk; None: of any, if sizes are symbols."""
-        ((loop, _),) = within.call.procedure.runs()
-        for roll in (i for i in loop.body if isinstance(i, Roll)):
-            size = self.cost.bytes_of_columns(within.runner, roll.buffer, self.sizes, chunk)
-            self.ledger.hold(within.key(roll.buffer), STATE_GRADIENTS, size)
+    # ---- a chunk of several segments: its rows, and what is kept of it, are there until somebody frees them
 
-    def _one_chunk(self, within: _Bound, chunk: ChunkCost, following: _Bound | None) -> Iterator[Moment]:
-        """A chunk in one of several segments: its rows, and what is kept of it, stay until its backward."""
-        procedure, index = within.call.procedure, within.call.segment
-        (_, run), cause = next(procedure.runs()), self.cause_of_programs(within.runner.segment)
-        self._roll(within, chunk)
-        held = self.ledger.bytes((cause, chunk.peak))
-        yield Moment(within.phase, index, chunk.chunk, run.program, held, chunk.work)
-        rows = self.cost.bytes_of_rows(within.runner, self.sizes, chunk)
-        if procedure.name == "backward":  # the gradient goes on, and nothing else is left of the chunk
-            self.ledger.drop((index, "rows"), (index, "kept"), (index, "gradient"))
-        if procedure.name == "again":
-            self.ledger.hold((index, "kept"), KEPT, self.cost.per_chunk(chunk.saved, self.sizes))
-        if following is not None and following.call.segment != index:  # to its neighbour
-            what = "gradient" if procedure.name == "backward" else "rows"
-            self.ledger.hold((following.call.segment, what), cause, rows)
-        if procedure.name == "forward":
-            self.ledger.drop((index, "rows"))
+    def _roll_to(self, instruction: Roll, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+        self._roll(instruction, within, chunk)
+        yield from ()
+
+    def _roll(self, instruction: Roll, within: _Bound, chunk: ChunkCost | None) -> None:
+        """A state gradient has from now on the columns of a chunk; None: of any, if sizes are symbols."""
+        size = self.cost.bytes_of_columns(within.runner, instruction.buffer, self.sizes, chunk)
+        self.ledger.hold(within.key(instruction.buffer), STATE_GRADIENTS, size)
+
+    def _run_chunk(self, instruction: Run, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+        held = self.ledger.bytes((self.cause_of_programs(within.runner.segment), chunk.peak))
+        index = within.call.segment
+        yield Moment(within.phase, index, chunk.chunk, instruction.program, held, chunk.work)
+
+    def _keep_chunk(self, instruction: Keep, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+        self.ledger.hold(within.key(instruction.buffer), KEPT, self.cost.per_chunk(chunk.saved, self.sizes))
+        yield from ()
+
+    def _hand_on(self, instruction: HandOn, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+        rows = self.cost.bytes_of_rows(within.runner, instruction.buffer, self.sizes, chunk)
+        cause = self.cause_of_programs(within.runner.segment)
+        self.ledger.hold((instruction.segment, instruction.taken), cause, rows)
+        yield from ()
+
+    def _free_chunk(self, instruction: Free, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+        self.ledger.drop(within.key(instruction.buffer))
+        yield from ()
+
+    def _of_chunk(self, instruction: Hand | WriteRows, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+        """What the program has made is written where it belongs, or is handed on at once."""
+        yield from ()
+
+    # ---- instructions of a procedure
 
     def runner(self, call: Call) -> SegmentRunner:
         """What runs the programs of a call."""
@@ -263,6 +271,15 @@ COUNT: Mapping[type, Callable[[ProcedureWalk, Any, _Bound], Iterator[Moment]]] =
     AllGather: ProcedureWalk._exchange,
     ReduceScatter: ProcedureWalk._exchange,
     Send: ProcedureWalk._send,
+}
+COUNT_OF_CHUNK: Mapping[type, Callable[[ProcedureWalk, Any, _Bound, ChunkCost], Iterator[Moment]]] = {
+    Run: ProcedureWalk._run_chunk,
+    Keep: ProcedureWalk._keep_chunk,
+    Roll: ProcedureWalk._roll_to,
+    HandOn: ProcedureWalk._hand_on,
+    Free: ProcedureWalk._free_chunk,
+    Hand: ProcedureWalk._of_chunk,
+    WriteRows: ProcedureWalk._of_chunk,
 }
 #: What the body of a loop over chunks is made of: the loop's program makes it, or it is written where it is.
 OF_CHUNKS = frozenset({Run, Keep, WriteRows, ZeroRows, Roll, Hand})

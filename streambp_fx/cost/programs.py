@@ -122,9 +122,9 @@ class ProgramCosts:
             return size / rows * (sizes.chunk + behind)
         return size // rows * (chunk.rows + min(chunk.start, behind))
 
-    def bytes_of_rows(self, runner: SegmentRunner, sizes: Sizes, chunk: ChunkCost) -> Any:
-        """Bytes of the rows of a chunk that one segment hands to the next."""
-        size, rows = self.bytes_of(runner.segment.outputs[0], sizes), sizes.tokens - runner.segment.removed
+    def bytes_of_rows(self, runner: SegmentRunner, buffer: Buffer, sizes: Sizes, chunk: ChunkCost) -> Any:
+        """Bytes of the rows of a chunk of a buffer that goes by rows."""
+        size, rows = self.bytes_of_buffer(buffer, sizes), sizes.tokens - runner.segment.removed
         return size / rows * sizes.chunk if sizes.symbolic else size // rows * chunk.rows
 
     def per_chunk(self, saved: Any, sizes: Sizes) -> Any:

@@ -2,6 +2,7 @@
 
 values            what instructions read and make
 instructions      what is done with them, one after the other
+one_loop          several loops over chunks as one
 several_devices   what the engine of several devices does
 step_program      all of it: prologue, forward, backward
 """

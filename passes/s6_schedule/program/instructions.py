@@ -10,6 +10,7 @@ import sympy
 from ...graph.subgraph import Subgraph
 from ...step.build import Way
 from ...step.instructions import Buffer, BufferKind, Procedure
+from .one_loop import OneLoop, one_loop
 from .values import CHUNK, DEVICE, LOSS_CHUNK, Value, ValueKind
 
 if TYPE_CHECKING:
@@ -179,6 +180,11 @@ class ChunksFirst(StepInstruction):
 
     body: tuple[Call, ...]
     again: tuple[Call, ...] = ()
+
+    @property
+    def loop(self) -> OneLoop:
+        """All of it as one loop: a backward goes from the last chunk to the first."""
+        return one_loop((*self.again, *self.body), reverse=bool(self.again))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from ...passes.graph.facts import Segment
 from ...passes.s4_trace.program_inputs import Extent
-from ...passes.s6_schedule.program import Call
 from ...passes.s6_schedule.program import ChunksFirst as Loop
-from ...passes.step.instructions import Buffer, BufferKind, Chunks, Over, Procedure
+from ...passes.s6_schedule.program.one_loop import HandOn, OneLoop, Within
+from ...passes.step.instructions import BufferKind, Over
 from .failures import refuse_other_backwards
 from .interpreter import Frame, blocks_of, execute, prepare, results_of
 from .owned_buffers import as_it_is
@@ -81,15 +81,15 @@ class ChunksFirst(torch.autograd.Function):
             tensors: of `chain.inputs`, in the shapes and dtypes that the graph gives them.
         """
         frames = _frames(chain, step, tensors, whole)
-        results = _together(_stages(chain, chain.forward.body, frames))
+        results = _run(chain.forward.loop, frames)
         outputs = results[-1][: len(chain.segments[-1].outputs)]
         states = [own[len(outputs) if k == len(frames) - 1 else 0 :] for k, own in enumerate(results)]
         ctx.chain, ctx.step = chain, step
         ctx.counts = [len(tensors), *(len(own) for own in whole), *(len(own) for own in states)]
         ctx.save_for_backward(*map(as_it_is, itertools.chain(tensors, *whole)), *itertools.chain(*states))
-        again = _stages(chain, chain.backward.again, frames)
-        for stage in (*again, *_stages(chain, chain.backward.body, frames)):
-            prepare(stage.procedure, stage.frame)
+        for call in (*chain.backward.again, *chain.backward.body):
+            frames[call.segment].passing |= frozenset(call.procedure.passing)
+            prepare(call.procedure, frames[call.segment])
         ctx.set_materialize_grads(False)
         pairs = zip(chain.segments[-1].outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(o for n, o in pairs if n not in chain.runners[-1].facts.needs_grad))
@@ -114,19 +114,18 @@ def _gradients(ctx: Any, chain: Chain, gradients: Sequence[Tensor | None]) -> It
     tensors, whole, states = every[0], every[1 : 1 + number], every[1 + number :]
     frames = _frames(chain, ctx.step, tensors, whole)
     first = 0
-    for k, (frame, own) in enumerate(zip(frames, states, strict=True)):
+    for k, (frame, own) in enumerate(zip(frames.values(), states, strict=True)):
         frame.tensors.update(zip(frame.runner.programs.buffers(BufferKind.STATE), own, strict=True))
         frame.function = _part_of(ctx, chain, k, first)
         first += len(chain.given(k))
-    last = frames[-1]
+    begin, *_, last = frames.values()
     given = dict(zip(last.runner.segment.outputs, gradients, strict=True))
     for buffer in last.runner.programs.buffers(BufferKind.COTANGENT):
         own = given[last.runner.twins[buffer.node]]  # type: ignore[index]
         last.tensors[buffer] = zeros_like_output(buffer, last) if own is None else own.contiguous()
-        frames[0].tensors.update((b, last.tensors[buffer]) for b in chain.backward.body[-1].way.overwrites)
+        begin.tensors.update((b, last.tensors[buffer]) for b in chain.backward.body[-1].way.overwrites)
     del every, tensors, states, saved
-    stages = [*_stages(chain, chain.backward.again, frames), *_stages(chain, chain.backward.body, frames)]
-    results = _together(stages, reverse=True)[number:]
+    results = _run(chain.backward.loop, frames)[number:]
     gradients_of: list[dict[Node, Tensor]] = [{} for _ in chain.segments]
     for call, k, made in zip(chain.backward.body, reversed(range(number)), results, strict=False):
         nodes = (chain.runners[k].twins[b.node] for b in call.procedure.results if b.node is not None)
@@ -145,100 +144,44 @@ def _part_of(function: Any, chain: Chain, k: int, first: int) -> Any:
     return SimpleNamespace(next_functions=((None, 0),) * handed + following)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One segment's part of a loop: a procedure with one loop over chunks, and where its rows go.
-
-    Attributes:
-        gives: the buffer whose rows of the chunk are handed on; None: none is.
-        following: the frame of the segment that takes them, and as what.
-    """
-
-    procedure: Procedure
-    frame: Frame
-    gives: Buffer | None
-    following: tuple[Frame, Buffer] | None
-
-    @property
-    def loop(self) -> Chunks:
-        return self.procedure.around_loop()[1]
-
-    def outside(self, before: bool) -> None:
-        """What is done before the loop, or after it."""
-        first, _, then = self.procedure.around_loop()
-        for instruction in first if before else then:
-            execute(instruction, self.frame)
-
-    def chunk(self) -> None:
-        """One chunk; what it hands on is there once, laid out as the rows of a buffer are."""
-        for instruction in self.loop.body:
-            execute(instruction, self.frame)
-        if self.gives is not None:
-            rows = self.frame.tensors.pop(self.gives)
-            if self.following is not None:
-                frame, buffer = self.following
-                frame.tensors[buffer] = rows.contiguous()
-
-
-def _stages(chain: Chain, calls: Sequence[Call], frames: list[Frame]) -> list[_Stage]:
-    """Of each call, in the order in which a chunk goes through them."""
-    places = {s.index: k for k, s in enumerate(chain.segments)}
-    found = []
-    for call, after in itertools.zip_longest(calls, calls[1:]):
-        frame, following = frames[places[call.segment]], None
-        backward = call.procedure_name == "backward"
-        gives = _passed(call, BufferKind.GRADIENT if backward else BufferKind.OUTPUT)
-        if after is not None:
-            taken = _passed(after, BufferKind.COTANGENT if backward else BufferKind.ROWS)
-            assert taken is not None
-            following = frames[places[after.segment]], taken
-        frame.passing |= frozenset(call.procedure.passing)
-        found.append(_Stage(call.procedure, frame, gives, following))
-    return found
-
-
-def _passed(call: Call, kind: BufferKind) -> Buffer | None:
-    """What of this kind a call takes from its neighbour, or hands to it."""
-    return next((b for b in call.procedure.passing if b.kind is kind), None)
-
-
-def _together(stages: list[_Stage], reverse: bool = False) -> list[list[Tensor]]:
-    """Run the loops of all as one.
-
-    Args:
-        reverse: from the last chunk to the first.
+def _run(loop: OneLoop, frames: dict[int, Frame]) -> list[list[Tensor]]:
+    """Run a loop over the chunks of several segments.
 
     Returns:
-        The results of each.
+        The results of each call.
     """
-    for stage in stages:
-        stage.outside(before=True)
-    every = [blocks_of(stage.loop, stage.frame) for stage in stages]
-    chunks = list(zip(*every, strict=True))
-    for own in reversed(chunks) if reverse else chunks:
-        for stage, (index, block) in zip(stages, own, strict=True):
-            stage.frame.index, stage.frame.block = index, block
-            stage.chunk()
-            if stage.procedure.name == "backward":
-                _forget(stage)
-    for stage in stages:
-        stage.outside(before=False)
-    return [results_of(stage.procedure, stage.frame) for stage in stages]
+    for call in loop.calls:
+        frames[call.segment].passing |= frozenset(call.procedure.passing)
+    for own in loop.before:
+        _execute(own, frames)
+    every = {c.segment: blocks_of(c.procedure.around_loop()[1], frames[c.segment]) for c in loop.calls}
+    chunks = list(zip(*every.values(), strict=True))
+    for chunk in reversed(chunks) if loop.reverse else chunks:
+        for segment, (index, block) in zip(every, chunk, strict=True):
+            frames[segment].index, frames[segment].block = index, block
+        for own in loop.body:
+            _execute(own, frames)
+    for own in loop.after:
+        _execute(own, frames)
+    return [results_of(call.procedure, frames[call.segment]) for call in loop.calls]
 
 
-def _forget(stage: _Stage) -> None:
-    """The chunk has been differentiated: its rows, and what was kept of it, are let go."""
-    stage.frame.kept.clear()
-    for buffer in stage.procedure.passing:
-        stage.frame.tensors.pop(buffer, None)
+def _execute(own: Within, frames: dict[int, Frame]) -> None:
+    """Run one instruction; what is handed on is there once, laid out as the rows of a buffer are."""
+    instruction, frame = own.instruction, frames[own.call.segment]
+    if isinstance(instruction, HandOn):
+        rows = frame.tensors.pop(instruction.buffer)
+        frames[instruction.segment].tensors[instruction.taken] = rows.contiguous()
+    else:
+        execute(instruction, frame)
 
 
 def _frames(
     chain: Chain, step: StepData, tensors: Sequence[Tensor], whole: Iterable[Sequence[Tensor]]
-) -> list[Frame]:
-    """What the segments begin with."""
-    every, found = iter(tensors), []
-    for k, (runner, others) in enumerate(zip(chain.runners, whole, strict=True)):
+) -> dict[int, Frame]:
+    """What the segments begin with, by their indices, in order."""
+    every, found = iter(tensors), {}
+    for k, (segment, runner, others) in enumerate(zip(chain.segments, chain.runners, whole, strict=True)):
         values = dict(zip(chain.given(k), every, strict=False))
         buffers = (
             b for kind in (BufferKind.ROWS, BufferKind.CONSTANT) for b in runner.programs.buffers(kind)
@@ -246,5 +189,5 @@ def _frames(
         held = {b: values[n] for b in buffers if (n := runner.twins[b.node]) in values}  # type: ignore[index]
         held.update(zip(runner.programs.buffers(BufferKind.WHOLE), others, strict=True))
         blocks = partial(chain.blocks, runner, step)
-        found.append(Frame(runner, step, held, tensors[0], blocks))
+        found[segment.index] = Frame(runner, step, held, tensors[0], blocks)
     return found

@@ -154,6 +154,9 @@ def _overwrite(instruction: Overwrite, frame: Frame) -> None:
 
 
 def _free(instruction: Free, frame: Frame) -> None:
+    if instruction.buffer.kind is BufferKind.KEPT:  # of the chunk that is run
+        del frame.kept[frame.index]
+        return
     del frame.tensors[instruction.buffer]
     frame.columns.pop(instruction.buffer, None)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from golden import check_golden
 from test_step_program import parts
 
 from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
 from streambp_fx.passes.s6_schedule.program import ChunksFirst, StepProgram
+from streambp_fx.passes.s6_schedule.program.one_loop import OF_CHUNK, HandOn, OneLoop
 from streambp_fx.passes.s6_schedule.program.values import ValueKind
 from streambp_fx.passes.s6_schedule.transforms import transformed
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
-from streambp_fx.passes.step.instructions import Chunks, Hand, Procedure, Roll
+from streambp_fx.passes.step.instructions import Chunks, Free, Hand, Procedure, Roll
+from streambp_fx.passes.step.text import line
 
 
 def step() -> StepProgram:
@@ -42,6 +45,35 @@ def test_what_is_kept_are_states() -> None:
     assert [c.segment for c in backward.body] == [c.segment for c in forward.body][::-1]
     states = [v for v in forward.results if v.kind is ValueKind.STATE]
     assert states and set(states) <= set(backward.inputs)
+
+
+def lines(loop: OneLoop) -> str:
+    """The instructions of a loop over several segments."""
+    parts = {"before": loop.before, "for each chunk": loop.body, "after": loop.after}
+    found = []
+    for title, body in parts.items():
+        found += [f"{title}{', in reverse' if body is loop.body and loop.reverse else ''}:"]
+        for own in body:
+            one, what = own.instruction, ""
+            if isinstance(one, HandOn):
+                what = f"hand {one.buffer.name} on to segment {one.segment} as {one.taken.name}"
+            what = what or line(one)
+            found.append(f"    {own.call.procedure_name} of segment {own.call.segment}: {what}")
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_of_it_as_one_loop(frozen: bool) -> None:
+    own = parts(Policy(order="chunks"), count=3)
+    forward, backward = loops(transformed(schedule(own), own))
+    if frozen:  # nothing that is trained comes before the last layer
+        backward = replace(backward, body=backward.body[:2])
+    text = f"{lines(forward.loop)}\n\n{lines(backward.loop)}"
+    check_golden(text, __file__, "one_loop_of_which_some_is_frozen" if frozen else "one_loop")
+    of_chunk = [b for c in backward.loop.calls for b in c.procedure.passing if b.kind in OF_CHUNK]
+    free = (own for own in backward.loop.body if isinstance(own.instruction, Free))
+    freed = [(own.call.segment, own.instruction.buffer) for own in free]
+    assert of_chunk and len(set(freed)) == len(freed)
 
 
 BROKEN = {
