@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from . import __version__
 from .commands.plan_arguments import add_plan
 from .commands.step_arguments import add_step_without_weights, at_least
+from .models.sources import check_source, config_file
 from .units import CHOICES
+
+# NOTE [arguments first]: PyTorch and transformers take ten seconds to import. What is wrong with a model's
+# name or an amount is said before.
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -51,6 +55,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    check_source(args.model)
     from .commands.demo import DemoOptions, run_demo
 
     options = DemoOptions(
@@ -108,6 +113,7 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    check_source(args.model)
     from .commands.verify import VerifyOptions, run_verify
 
     options = VerifyOptions(
@@ -141,6 +147,7 @@ def _add_explain(commands: argparse._SubParsersAction) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    config_file(args.model)
     from .commands.explain import ExplainOptions, run_explain
 
     asked = {k: v for k, v in vars(args).items() if k not in ("command", "handler")}
@@ -246,11 +253,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             StreamBPError,
             VerificationError,
         )
-        from .measure.step import MeasurementError, WorkerError
-        from .models.loading import ModelSourceError
+        from .models.sources import ModelSourceError
 
-        if not isinstance(error, (ModelSourceError, MeasurementError, WorkerError, StreamBPError)):
-            raise
+        if not isinstance(error, (ModelSourceError, StreamBPError)):
+            from .measure.step import MeasurementError, WorkerError  # takes seconds to import
+
+            if not isinstance(error, (MeasurementError, WorkerError)):
+                raise
         print(f"streambp-fx {args.command}: error: {error}", file=sys.stderr)
         wrong: tuple[type[Exception], ...] = (ModelSourceError, VerificationError)
         wrong += (PlanError, OutputError, RecipeError)

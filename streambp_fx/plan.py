@@ -22,6 +22,7 @@ from .models.by_name import model_on_meta
 from .models.known import known_models as known_models
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
+from .planning.amounts import check_amounts
 from .planning.engines import Engine, engine_for
 from .planning.memory_and_work import ways_to_run
 from .planning.rates import Rates, rates_for
@@ -371,13 +372,7 @@ def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:
 def _check(seq_len: int | None, memory: str | int | None, optimizer: str) -> None:
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    if seq_len is None and memory is None:
-        raise PlanError("give a sequence length (--seq-len), an amount of memory (--memory), or both")
-    if memory is not None:
-        try:
-            parse_bytes(memory)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
+    check_amounts(seq_len, memory)
 
 
 def _longest(peak: Callable[[int], float], budget: int) -> int:

