@@ -9,7 +9,7 @@ chunks_first   each chunk goes through neighbouring layers before the next chunk
 offloading     what the backward reads leaves the device in between
 own_rows       each device runs its own rows of the sequence
 sharding       parameters that are stored in pieces: taken before they are read, and given back
-unstreamed     the step as PyTorch runs it, to be counted
+as_eager       the step as PyTorch runs it, to be counted
 collectives    which collectives a step calls, and with how many bytes
 checker        proves of a step that each value goes where it belongs
 checking       what it proves of each kind of instruction

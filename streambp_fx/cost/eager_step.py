@@ -1,6 +1,6 @@
 """What the same step needs unstreamed: eager, and with gradient checkpointing of each layer.
 
-The step is a program of its own, `passes.s6_schedule.unstreamed`. Forward and VJP of a segment that runs at
+The step is a program of its own, `passes.s6_schedule.as_eager`. Forward and VJP of a segment that runs at
 once are explicit graphs: what such a graph makes in its forward half and reads in its backward half is what
 autograd keeps.
 """
@@ -15,9 +15,9 @@ import sympy
 from ..passes.cost.program import ProgramCost, largest
 from ..passes.cost.work import Work, total
 from ..passes.graph.facts import Segment
+from ..passes.s6_schedule.as_eager import as_eager
 from ..passes.s6_schedule.program import Differentiate, RunPart, StepInstruction
 from ..passes.s6_schedule.program.values import Value, ValueKind
-from ..passes.s6_schedule.unstreamed import unstreamed
 from .held_bytes import Sizes
 from .step import StepCost
 
@@ -39,7 +39,7 @@ def timeline(cost: StepCost, sizes: Sizes, checkpointing: bool) -> list[Unstream
         sizes: the sizes, as numbers or symbols.
         checkpointing: segments that read along the sequence run again in the backward.
     """
-    program, moments = unstreamed(cost.executor.parts, checkpointing), []
+    program, moments = as_eager(cost.executor.parts, checkpointing), []
     held: Any = 0
     read = {v for i in program.backward for v in i.inputs}
     kept: dict[int, Any] = {}
@@ -75,7 +75,7 @@ def flops(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Any:
 
 def work(cost: StepCost, sizes: Sizes, checkpointing: bool = False) -> Work:
     """What the eager step computes and moves; see `flops`."""
-    instructions = unstreamed(cost.executor.parts, checkpointing).instructions()
+    instructions = as_eager(cost.executor.parts, checkpointing).instructions()
     return total(_work(cost, instruction, sizes) for instruction in instructions)
 
 

@@ -1,4 +1,4 @@
-"""unstreamed: the same step as PyTorch runs it, segment by segment; it is counted, never run."""
+"""as_eager: the same step as PyTorch runs it, segment by segment; it is counted, never run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .program.values import Value, ValueKind
 from .step_parts import StepParts
 
 
-def unstreamed(parts: StepParts, checkpointing: bool) -> StepProgram:
+def as_eager(parts: StepParts, checkpointing: bool) -> StepProgram:
     """The step of a graph without streaming: each segment, and in the backward its derivative.
 
     Args:
