@@ -62,7 +62,8 @@ def sketch(value: Tensor, seed: int) -> Sketch:
         value = torch.view_as_real(value.to_dense() if sparse else value)
     if value.numel() < SMALL:
         dense = value.to_dense() if value.layout is not torch.strided else value
-        return Sketch(dense.double().flatten().cpu(), True, sparse)
+        values = torch.empty(dense.numel(), dtype=torch.float64, device="cpu").copy_(dense.flatten())
+        return Sketch(values, True, sparse)
     rows = value.shape[0] if value.dim() > 1 else 1
     columns = value.numel() // rows
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32

@@ -44,7 +44,7 @@ from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
 from .rounding import RTOL, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
-from .short_inputs import CHUNK, Cut, ShortSizes, candidates, wanted_rows
+from .short_inputs import CHUNK, SAMPLES, SAMPLES_LEFT_OUT, Cut, ShortSizes, candidates, varied, wanted_rows
 from .short_steps import Difference, Outcome, run
 from .try_claims import contradicted
 
@@ -174,6 +174,9 @@ class _Check:
             checked = dataclasses.replace(checked, difference=max(worst, checked.difference))
             if wrong:
                 return self._failed(checked, self._words(wrong[0]), sizes, given)
+        wrong = self._differs_on_others(sizes, given, kind) if CLAIMS in self.parts else []
+        if wrong:
+            return self._failed(checked, f"on other data {self._words(wrong[0])}", sizes, given)
         claim = contradicted(self.facts, given, sizes) if CLAIMS in self.parts else None
         if claim is not None:
             return dataclasses.replace(checked, status="differs", **vars(claim))
@@ -203,9 +206,9 @@ class _Check:
     def _reference(self) -> tuple[ShortSizes, list[Any], Outcome]:
         """Short sizes and inputs on which the captured graph has something finite to compare with."""
         reasons: list[str] = []
-        for sizes, given in self._givens():
+        for (sizes, given), change in itertools.product(self._givens(), (self._varied, list)):
             try:
-                values = given()
+                values = change(given())
                 expected = self._run(self.module, values, self.lazy)
             except Exception as error:
                 log.info("the captured graph does not run on %d rows", sizes.rows, exc_info=True)
@@ -215,6 +218,14 @@ class _Check:
                 return sizes, values, expected
             reasons.append(f"on {sizes.rows} rows its loss or gradient is not finite, or zero")
         raise Unchecked(reasons[0] if reasons else "its capture assumed sizes that no short sequence has")
+
+    def _varied(self, values: list[Any]) -> list[Any]:
+        """The same; parameters that are one number everywhere, as zero or one, are not.
+
+        A branch that is multiplied by zeros gives other parameters no gradient, and a weight of ones may be
+        left out: it would be seen in the second step.
+        """
+        return [varied(v, k) if k in self.fixed else v for k, v in enumerate(values)]
 
     def _givens(self) -> Iterator[tuple[ShortSizes, Callable[[], list[Any]]]]:
         """Short sizes and inputs, the best first: such that the step is of the same kind."""
@@ -256,7 +267,8 @@ class _Check:
         """Short sizes that the graph was captured for."""
         count = 0
         wanted, chunks = wanted_rows(self.facts), (self.kind.chunk, self.kind.loss_chunk)
-        for sizes in candidates(self.real, self.cut.sequence, self.batch, wanted, chunks):
+        several = SAMPLES_LEFT_OUT if self.kind.left_out else SAMPLES
+        for sizes in candidates(self.real, self.cut.sequence, self.batch, wanted, chunks, several):
             if count < TRIED and all(
                 test(*(sizes.values[s] for s in symbols)) for symbols, test in self.executor.guards
             ):
@@ -271,6 +283,24 @@ class _Check:
 
     def _streamed(self, sizes: ShortSizes, given: Sequence[Any], constant: Collection[int]) -> Outcome:
         return self._run(self._call(sizes), given, constant)
+
+    def _differs_on_others(
+        self, sizes: ShortSizes, given: list[Any], kind: StepKind | None
+    ) -> list[Difference]:
+        """What differs in a step on other data of the same kind: nothing that is kept of one step may be
+        used in the next."""
+        every = (self.cut.turned(values, sizes) for values in (self.cut.to(sizes, redraw=True), given))
+        others = next((o for o in every if kind is not None and self._kind(sizes, o) == kind), None)
+        if others is None:
+            return []
+        try:
+            expected, found = (
+                self._run(call, others, self.lazy) for call in (self.module, self._call(sizes))
+            )
+        except Exception:  # such a step would say so
+            log.info("a short step on other data failed", exc_info=True)
+            return []
+        return self._compare(others, expected, found, self.lazy)[1] if expected.usable else []
 
     def _run(self, call: Callable[..., Any], given: Sequence[Any], constant: Collection[int]) -> Outcome:
         return run(call, given, self.fixed, self.dropped, constant)

@@ -18,6 +18,10 @@ from ..passes.graph.facts import Facts, expression, shape_of, tensors_of
 ROWS, CHUNK = 25, 8
 # Sequences of the short batch, where the batch size is open.
 SAMPLES = 2
+# The same where some samples are not run to their end: such a one may lie between two that are.
+SAMPLES_LEFT_OUT = 3
+# By how much a parameter is varied that is the same number everywhere.
+VARIED = 0.05
 # Rows behind a window, so that a whole chunk begins where the window does not reach the first row.
 BEYOND_WINDOW = CHUNK + 1
 # The longest sequence that is tried for a window. Where capture has assumed more rows, longer ones are tried,
@@ -61,6 +65,7 @@ def candidates(
     batch: sympy.Symbol | None,
     wanted: int = ROWS,
     chunks: tuple[int, int] = (CHUNK, CHUNK),
+    several: int = SAMPLES,
 ) -> Iterator[ShortSizes]:
     """Sizes to try, the best first.
 
@@ -69,6 +74,7 @@ def candidates(
         sequence, batch: which of them these are.
         wanted: rows of the short sequence.
         chunks: rows of a chunk of the step, of a layer and of the loss head; the short step has no more.
+        several: sequences of the short batch, where the batch size is open.
     """
     total = real[sequence]
     near = [n for n in range(MOST_ROWS + 1) if 2 <= n <= total]
@@ -79,7 +85,7 @@ def candidates(
         beyond *= LONGER
     samples: list[int | None] = [None]
     if batch is not None:
-        samples = list(dict.fromkeys(n for n in (SAMPLES, 4, 3, 1, real[batch]) if n <= real[batch]))
+        samples = list(dict.fromkeys(n for n in (several, SAMPLES, 4, 3, 1, real[batch]) if n <= real[batch]))
     for rows, count in itertools.product(lengths, samples):
         values = {**real, sequence: rows}
         if batch is not None and count is not None:
@@ -132,6 +138,29 @@ class Cut:
             else self._number(n, v, sizes)
             for n, v in zip(self.placeholders, self.inputs, strict=True)
         ]
+
+    def turned(self, values: Sequence[Any], sizes: ShortSizes) -> list[Any]:
+        """The same with the samples in reverse order; parameters as they are.
+
+        Args:
+            values: of `to` at these sizes.
+        """
+        found = []
+        for node, given, value in zip(self.placeholders, self.inputs, values, strict=True):
+            fixed = not isinstance(value, Tensor) or isinstance(given, torch.nn.Parameter)
+            dims = [] if fixed else self._dims_of_samples(node)
+            if dims:
+                turned = self._laid_out(node, value.detach().flip(dims), sizes)
+                value = turned.requires_grad_(value.requires_grad)
+            found.append(value)
+        return found
+
+    def _dims_of_samples(self, node: Node) -> list[int]:
+        """Where the batch size is a number: the first dim of what has rows."""
+        shape = shape_of(node)
+        if self.batch is not None:
+            return [d for d, size in enumerate(shape) if size == self.batch]
+        return [0] if self.sequence in shape[1:] else []
 
     def _number(self, node: Node, value: Any, sizes: ShortSizes) -> Any:
         size = node.meta.get("val")
@@ -288,6 +317,21 @@ def recounted(value: Tensor, dim: int, index: Tensor) -> Tensor:
         same = runs[..., k] == runs[..., k - 1]
         place[..., k] = torch.where(same, place[..., k - 1] + 1, 0)
     return (first + place).movedim(-1, dim)
+
+
+@torch.no_grad()
+def varied(value: Any, seed: int) -> Any:
+    """A parameter of any shape and dtype; of one that is the same number everywhere another one near it."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() < 2:
+        return value
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_meta:
+        return value
+    some = value.flatten()[:64] if value.is_contiguous() else value
+    if not bool((some == some.flatten()[0]).all()) or not bool((value == value.flatten()[0]).all()):
+        return value
+    drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    found = value + VARIED * drawn.to(value.device, value.dtype)
+    return found.requires_grad_(value.requires_grad)
 
 
 def _redrawn(value: Tensor, real: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..passes.graph.tracing import without_saved_tensors_hooks
 from .gradient_sketch import Sketch, sketch
@@ -20,6 +22,8 @@ from .gradient_sketch import Sketch, sketch
 Call = Callable[..., Any]
 # Cotangents of float16 outputs, so that small gradients do not vanish.
 HALF_SCALE = 1024.0
+# Cotangent of a number: another one than that of `loss.backward()`, which hides what a factor is left out of.
+OF_A_NUMBER = 0.75
 # Share of the norm of the whole gradient below which that of an input is no scale of its own.
 VANISHING = 1e-3
 
@@ -37,6 +41,7 @@ class Outcome:
             as PyTorch counts it.
         whole: gradients that were wanted as they are, by position of the input.
         value: the sum of what was differentiated, weighted with the cotangents.
+        held: positions of inputs whose gradient's memory somebody holds after the step, who was not given it.
     """
 
     outputs: list[Any] = field(default_factory=list)
@@ -46,6 +51,7 @@ class Outcome:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     whole: dict[int, Tensor] = field(default_factory=dict)
     value: float = 0.0
+    held: set[int] = field(default_factory=set)
 
     @property
     def total(self) -> float:
@@ -55,7 +61,8 @@ class Outcome:
     @property
     def usable(self) -> bool:
         """True if there is something finite to compare with."""
-        finite = all(bool(v.isfinite().all()) for v in self.outputs if isinstance(v, Tensor))
+        roots = (self.outputs[k] for k in self.roots)
+        finite = all(bool(v.isfinite()) for v in roots if v.dim() == 0)
         return finite and math.isfinite(self.total) and self.total > 0
 
 
@@ -84,7 +91,8 @@ def run(
     if isinstance(call, GraphModule):  # whose call prints a traceback where an op fails, as on too few rows
         _LazyGraphModule.force_recompile(call)
         call = call.forward
-    with without_saved_tensors_hooks(), torch.enable_grad(), _reduced(leaves, found, wanted or ()):
+    memory: dict[int, StorageWeakRef] = {}
+    with without_saved_tensors_hooks(), torch.enable_grad(), _reduced(leaves, found, wanted or (), memory):
         results = list(call(*given))
         roots, cotangents = [], []
         for position, result in enumerate(results):
@@ -105,6 +113,9 @@ def run(
             # without autocast: the step may be called under it, and its backward usually is not.
             with torch._C._DisableAutocast():
                 torch.autograd.backward(roots, cotangents)
+    result = value = None  # of the last output
+    roots.clear()
+    found.held = _still_held(memory, wanted or ())
     for position, (before, after) in enumerate(zip(inputs, given, strict=True)):
         if not isinstance(before, Tensor):
             continue
@@ -122,19 +133,34 @@ def _own(value: Any, fixed: bool) -> Any:
     return own.requires_grad_(value.requires_grad)
 
 
+def _still_held(memory: dict[int, StorageWeakRef], wanted: Collection[int]) -> set[int]:
+    """Those whose memory is not free."""
+    for collect in (False, True):
+        if collect:
+            gc.collect()
+        held = {k for k, storage in memory.items() if k not in wanted and not storage.expired()}
+        if not held:
+            break
+    return held
+
+
 def _version(value: Any) -> int | None:
     """How often a tensor was changed in place, which one that shares its memory knows as well."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 @contextlib.contextmanager
-def _reduced(leaves: dict[int, Tensor], found: Outcome, wanted: Collection[int]) -> Iterator[None]:
-    """Within: a gradient that has come is reduced and dropped."""
+def _reduced(
+    leaves: dict[int, Tensor], found: Outcome, wanted: Collection[int], memory: dict[int, StorageWeakRef]
+) -> Iterator[None]:
+    """Within: a gradient that has come is reduced and dropped; where it lay is noted in `memory`."""
 
     def reduce(position: int, leaf: Tensor) -> None:
         if leaf.grad is None:
             return  # the hook is called as well where a step says that there is no gradient
         found.gradients[position] = sketch(leaf.grad, position)
+        if leaf.grad.layout is torch.strided:
+            memory[position] = StorageWeakRef(leaf.grad.untyped_storage())
         if position in wanted:
             found.whole[position] = leaf.grad
         leaf.grad = None
@@ -159,10 +185,10 @@ def _product(value: Tensor, cotangent: Tensor) -> float:
 
 
 def _cotangent(value: Tensor, position: int) -> Tensor:
-    """Of an output: 1 for a number, random for more."""
+    """Of an output: the same for each number, random for more."""
     scale = HALF_SCALE if value.dtype == torch.float16 else 1.0
     if value.dim() == 0 and not value.is_complex():
-        return torch.full_like(value, scale)
+        return torch.full_like(value, OF_A_NUMBER * scale)
     generator = torch.Generator().manual_seed(position)
     wide = torch.complex128 if value.is_complex() else torch.float64
     drawn = torch.randn(value.shape, generator=generator, dtype=wide, device="cpu")
@@ -224,6 +250,9 @@ def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
             yield Difference(name, position, True, math.inf, 0.0, "sparse in one and dense in the other")
         else:
             yield Difference(name, position, True, sketched.distance(other), sketched.norm)
+    for position in found.held - expected.held:
+        words = "its memory is held by somebody after the step"
+        yield Difference(f"gradient of input {position}", position, True, math.inf, 0.0, words)
     for position in expected.buffers.keys() | found.buffers.keys():
         a, b = (side.buffers.get(position) for side in (expected, found))
         if a is None or b is None:
@@ -244,5 +273,12 @@ def _of_values(what: str, position: int, a: Tensor, b: Tensor) -> Difference:
     if not (a.is_floating_point() or a.is_complex()):
         return Difference(what, position, False, 0.0 if torch.equal(a, b) else math.inf, 0.0)
     wide = torch.complex128 if a.is_complex() else torch.float64
-    gap, norm = (float(torch.linalg.vector_norm(v)) for v in (a.to(wide) - b.to(wide), a.to(wide)))
+    a, b = a.to(wide), b.to(wide)
+    infinite = ~(a.isfinite() & b.isfinite())
+    if bool(infinite.any()):  # in the same places, and of the same kind
+        same = (a == b) | (a.isnan() & b.isnan())
+        if not bool(same[infinite].all()):
+            return Difference(what, position, False, math.inf, 0.0, "is finite in one, or of another sign")
+        a, b = a.masked_fill(infinite, 0.0), b.masked_fill(infinite, 0.0)
+    gap, norm = (float(torch.linalg.vector_norm(v)) for v in (a - b, a))
     return Difference(what, position, False, gap if math.isfinite(gap) else math.inf, norm)

@@ -358,7 +358,7 @@ def test_numbers_of_the_page() -> None:
     (seconds,) = re.findall(r"not measured: ([\d,.]+) s a step", done.stdout)
     assert f"| this plan | {tokens} tokens on each GPU |" in page
     assert f"| 80.00 GiB, predicted | {float(seconds):.0f}, predicted |" in page
-    assert "all-gather" in done.stdout and re.search(r"│ peak +│ 80\.00 │", done.stdout)
+    assert "all-gather" in done.stdout and re.search(r"│ peak +│ +80\.00 │", done.stdout)
     given: dict[str, Any] = {"gpus": 8, "gpu_memory": "80GiB", "shard": "fsdp2", "optimizer": "adamw"}
     host = streambp_fx.plan("Qwen3-8B", **given, offload="host")
     assert host.time is not None

@@ -26,9 +26,10 @@ from streambp_fx.passes import rules
 from streambp_fx.passes.graph import kernel_settings
 from streambp_fx.passes.graph.facts import Reach
 from streambp_fx.passes.s4_trace import evaluation
+from streambp_fx.passes.step.instructions import BufferKind, Scale
 from streambp_fx.runtime import lazy_tensors, padding
 from streambp_fx.runtime.executor import Executor
-from streambp_fx.runtime.segments import loss_head, questions_to_data, segment_runner
+from streambp_fx.runtime.segments import interpreter, loss_head, questions_to_data, segment_runner
 
 aten = torch.ops.aten
 OPTIONS = {"chunk": 8, "loss_chunk": 8}
@@ -61,7 +62,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        if self.what in ("by hand", "one ahead"):
+        if self.what in ("by hand", "one ahead", "zeros"):
             i = torch.arange(x.shape[1])
             hidden = i[None, :] > i[:, None] + (self.what == "one ahead")
             weights = (q @ k.transpose(2, 3) * 0.3).masked_fill(hidden, float("-inf")).softmax(-1)
@@ -95,6 +96,10 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("gain", torch.ones((), dtype=torch.bfloat16))
         self.counts, self.coarse = what == "buffer", what == "coarse"
+        self.banned = what == "banned"
+        if what == "zeros":
+            for layer in self.layers:
+                nn.init.zeros_(layer.out.weight)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.counts:
@@ -104,7 +109,11 @@ class Model(nn.Module):
             x = layer(x)
         if self.coarse:
             x = x * self.gain
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        if self.banned:
+            return loss, logits.detach()[:, -1:].masked_fill(logits[:, -1:] > 0, float("-inf"))
+        return loss
 
 
 def make(what: str = "", dtype: torch.dtype = torch.float64) -> Model:
@@ -124,7 +133,8 @@ def batch(rows: int = 33, samples: int = 2) -> tuple[Tensor, Tensor]:
 
 def step(call: Any, model: nn.Module, *inputs: Any) -> tuple[Tensor, dict[str, Any]]:
     model.zero_grad(set_to_none=True)
-    loss = call(*inputs)
+    found = call(*inputs)
+    loss = found[0] if isinstance(found, tuple) else found
     loss.backward()
     return loss.detach(), grads(model)
 
@@ -228,6 +238,30 @@ def parameter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "__call__", call)
 
 
+def unfinished(patch: pytest.MonkeyPatch) -> None:
+    """What the loss head has made is not multiplied by the gradient of the loss."""
+    patch.setitem(interpreter.EXECUTE, Scale, lambda instruction, frame: None)
+
+
+def pooled(patch: pytest.MonkeyPatch) -> None:
+    """The memory of a sum of gradients is used again in the next step."""
+    own, held = interpreter._new, {}
+
+    def new(buffer: Any, frame: Any, zero: bool) -> Tensor:
+        made = own(buffer, frame, zero)
+        if buffer.kind is not BufferKind.SUM:
+            return made
+        return held.setdefault((id(frame.runner), made.shape, buffer), made).detach().zero_()
+
+    patch.setattr(interpreter, "_new", new)
+
+
+def remembered(patch: pytest.MonkeyPatch) -> None:
+    """The head's coefficients are those of the first step of this length."""
+    own, held = loss_head._coefficients, {}
+    patch.setattr(loss_head, "_coefficients", lambda *given: held.setdefault(given[1].shape, own(*given)))
+
+
 def twice(patch: pytest.MonkeyPatch) -> None:
     """A buffer is written twice."""
     from streambp_fx.runtime.written_inputs import WrittenInputs
@@ -268,12 +302,17 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
         "segment 1, aten.gelu.default",
     ),
     "parameter": (parameter, "", "every segment alone is right"),
+    "unfinished": (unfinished, "", "every segment alone is right"),
+    "pool": (pooled, "", "every segment alone is right"),
+    "remembered": (remembered, "", "on other data|every segment alone is right"),
+    "zeros": (state_gradient, "zeros", "segment 1"),
+    "beside what is not finite": (emitted(aten.gelu.default, lambda v: v * 1.001), "banned", "segment 1"),
     "buffer": (twice, "buffer", "every segment alone is right"),
     "dropped words": (emitted(aten.dropout.default, lambda v: v * 1.1), "dropout", "aten.dropout.default"),
 }
 
 
-@pytest.mark.parametrize("fault", sample(BROKEN, "flip", "mask", "emit", "state gradient", "reuse", "buffer"))
+@pytest.mark.parametrize("fault", sample(BROKEN, "flip", "mask", "emit", "zeros", "reuse", "buffer", "pool"))
 def test_a_broken_rule_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first result: the op is named, the step runs unstreamed, and is right."""
     broken, what, words = BROKEN[fault]
