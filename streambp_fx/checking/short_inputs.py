@@ -329,7 +329,8 @@ def varied(value: Any, seed: int) -> Any:
     some = value.flatten()[:64] if value.is_contiguous() else value
     if not bool((some == some.flatten()[0]).all()) or not bool((value == value.flatten()[0]).all()):
         return value
-    drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
     found = value + VARIED * drawn.to(value.device, value.dtype)
     return found.requires_grad_(value.requires_grad)
 

@@ -283,7 +283,7 @@ def test_on_the_command_line(
         return plans["fsdp2"]
 
     monkeypatch.setattr(sys.modules["streambp_fx.plan"], "plan", planned)
-    argv = ["plan", "tiny", "--gpus", "8", "--gpu-memory", "64MiB", "--shard", "fsdp2", "--no-reshard"]
+    argv = ["plan", "qwen3-8b", "--gpus", "8", "--gpu-memory", "64MiB", "--shard", "fsdp2", "--no-reshard"]
     assert main([*argv, "--interconnect", "ib400", "--flops", "1e15"]) == 0
     wanted = {"gpus": 8, "shard": "fsdp2", "wrap": "layers", "reshard_after_forward": False}
     assert {**wanted, "interconnect": "ib400", "flops": 1e15}.items() <= asked.items()
