@@ -20,9 +20,12 @@ RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfl
 # A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. Of the 272
 # parameters of SmolLM2, in float32, the worst of a right step has 2.01.
 BEYOND = 4.0
-# Where a graph computes in several dtypes, a difference that rounding in the coarsest might make counts from
-# so many times what noise makes.
-FAR_BEYOND = 32.0
+# Below this a difference counts only from so many times what noise makes: a product of many terms, few of
+# them large, rounds at each addition, which noise of its result knows nothing of. On one machine gradients of
+# SmolLM2 in float32 differ by 2e-4 where noise makes 1e-5. Where a graph computes in several dtypes it is the
+# coarsest that counts.
+CLEAR = {**RTOL, torch.float64: 1e-7, torch.float32: 1e-3}
+FAR_BEYOND = 64.0
 # Two draws of noise differ by chance: that of a gradient counts as no less than what this share of them has
 # at most.
 USUAL = 0.9
@@ -41,8 +44,8 @@ class Rounding:
     Attributes:
         module: the captured graph.
         run: runs a step with the inputs of the two.
-        finest, coarsest: relative differences that rounding may make in the finest and in the coarsest dtype
-            of the step.
+        finest: relative difference that rounding may make in the finest dtype of the step.
+        coarsest: the one from which a difference is clear in the coarsest dtype.
     """
 
     module: GraphModule

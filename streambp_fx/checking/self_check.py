@@ -42,7 +42,7 @@ from .dropout import CLEAR as SMOOTH
 from .dropout import Drawn, Trial
 from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
-from .rounding import RTOL, Rounding, TooRough
+from .rounding import CLEAR, RTOL, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
 from .short_inputs import CHUNK, SAMPLES, SAMPLES_LEFT_OUT, Cut, ShortSizes, candidates, varied, wanted_rows
 from .short_steps import Difference, Outcome, run
@@ -343,8 +343,8 @@ class _Check:
 
     def _tolerances(self, given: Sequence[Any]) -> tuple[float, float]:
         """Relative differences that rounding may make in the finest and in the coarsest dtype of the step."""
-        known = [RTOL[d] for d in self._dtypes(given)] or [RTOL[torch.float32]]
-        return min(known), max(known)
+        known = self._dtypes(given) or {torch.float32}
+        return min(RTOL[d] for d in known), max(CLEAR[d] for d in known)
 
     def _dtypes(self, given: Sequence[Any]) -> set[torch.dtype]:
         """Those of the step whose rounding is known."""
