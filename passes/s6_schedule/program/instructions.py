@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import sympy
@@ -181,7 +182,7 @@ class ChunksFirst(StepInstruction):
     body: tuple[Call, ...]
     again: tuple[Call, ...] = ()
 
-    @property
+    @cached_property
     def loop(self) -> OneLoop:
         """All of it as one loop: a backward goes from the last chunk to the first."""
         return one_loop((*self.again, *self.body), reverse=bool(self.again))

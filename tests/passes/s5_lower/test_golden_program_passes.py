@@ -93,7 +93,6 @@ PROGRAMS: dict[str, Case] = {
     "recurrence, forward": (recurrence, "forward", LATER),
     "recurrence, joint": (recurrence, "joint", LATER),
 }
-HAND = ("by hand, forward", "by hand, joint", "by hand, joint of the first chunk")
 CASES: dict[str, tuple[str, ...]] = {
     "dead_code": ("gated, joint", "by hand, joint", "loss"),
     "recorded_steps": ("recurrence, forward", "recurrence, joint", "attention, joint"),
