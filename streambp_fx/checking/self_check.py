@@ -42,7 +42,7 @@ from .dropout import CLEAR as SMOOTH
 from .dropout import Drawn, Trial
 from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
-from .rounding import CLEAR, RTOL, Rounding, TooRough
+from .rounding import RTOL, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
 from .short_inputs import CHUNK, SAMPLES, SAMPLES_LEFT_OUT, Cut, ShortSizes, candidates, varied, wanted_rows
 from .short_steps import Difference, Outcome, run
@@ -170,7 +170,7 @@ class _Check:
                 return self._failed(checked, reason, sizes, given, raised=True)
             if constant != self.lazy:
                 expected = self._run(self.module, given, constant)
-            worst, wrong = self._compare(given, expected, found, constant)
+            worst, wrong = self._compare(sizes, given, expected, found, constant)
             checked = dataclasses.replace(checked, difference=max(worst, checked.difference))
             if wrong:
                 return self._failed(checked, self._words(wrong[0]), sizes, given)
@@ -300,7 +300,7 @@ class _Check:
         except Exception:  # such a step would say so
             log.info("a short step on other data failed", exc_info=True)
             return []
-        return self._compare(others, expected, found, self.lazy)[1] if expected.usable else []
+        return self._compare(sizes, others, expected, found, self.lazy)[1] if expected.usable else []
 
     def _run(self, call: Callable[..., Any], given: Sequence[Any], constant: Collection[int]) -> Outcome:
         return run(call, given, self.fixed, self.dropped, constant)
@@ -331,20 +331,26 @@ class _Check:
     # ---- comparing
 
     def _compare(
-        self, given: Sequence[Any], expected: Outcome, found: Outcome, constant: Collection[int]
+        self,
+        sizes: ShortSizes,
+        given: Sequence[Any],
+        expected: Outcome,
+        found: Outcome,
+        constant: Collection[int],
     ) -> tuple[float, list[Difference]]:
         """The largest relative difference, and those that are more than rounding."""
         again = functools.partial(self._run, given=given, constant=constant)
+        rounding = Rounding(self.module, again, sizes.pieces, *self._tolerances(given))
         try:
-            relative, beyond = Rounding(self.module, again, *self._tolerances(given)).beyond(expected, found)
+            relative, beyond = rounding.beyond(expected, found)
         except TooRough:
             raise Unchecked("rounding alone changes its gradients as much") from None
         return max(relative.values(), default=0.0), beyond
 
     def _tolerances(self, given: Sequence[Any]) -> tuple[float, float]:
         """Relative differences that rounding may make in the finest and in the coarsest dtype of the step."""
-        known = self._dtypes(given) or {torch.float32}
-        return min(RTOL[d] for d in known), max(CLEAR[d] for d in known)
+        known = [RTOL[d] for d in self._dtypes(given)] or [RTOL[torch.float32]]
+        return min(known), max(known)
 
     def _dtypes(self, given: Sequence[Any]) -> set[torch.dtype]:
         """Those of the step whose rounding is known."""

@@ -46,6 +46,12 @@ class ShortSizes:
     loss_chunk: int
     samples: int | None
 
+    @property
+    def pieces(self) -> dict[int, int]:
+        """In how many pieces a size is cut that is that of the rows, of one sample or of all."""
+        count = -(-self.rows // min(self.chunk, self.loss_chunk))
+        return dict.fromkeys((self.rows, self.rows * (self.samples or 1)), count)
+
 
 def chunk_for(rows: int) -> int:
     """Rows of a chunk such that there are up to four, none of a single row, or more of a few rows each."""
