@@ -17,7 +17,8 @@ class Record:
 
     NOTE [kinds of steps]: which programs a step runs depends on its data: whether masks hide more than later
     rows, whether rows are left out, whether some row sees nothing. So each kind of step is checked before its
-    first result, once. If no short step is of that kind the check says so, and is not tried again.
+    first result, once, and once more where flags are 0 in other places (NOTE [where flags are 0]). If no
+    short step is of that kind the check says so, and is not tried again.
 
     Args:
         schedule: of the graph.
@@ -25,14 +26,15 @@ class Record:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.wanted = schedule, wanted_rows(schedule.facts)
-        # By the way of a step: tokens of the short sequence at most, and the traces that have been checked.
+        # By the way of a step and where its flags are 0: tokens of the short sequence at most, and the traces
+        # that have been checked.
         self.ways: dict[Hashable, tuple[int, frozenset[Hashable]]] = {}
         self.first: Hashable = None
         self.parts = dict.fromkeys(PARTS, 0)
 
     def has(self, kind: StepKind, tokens: int) -> bool:
         """True if a step of this kind has been checked, and on no sequence that was much too short."""
-        rows, programs = self.ways.get(kind.way, (0, frozenset()))
+        rows, programs = self.ways.get((kind.way, kind.flags), (0, frozenset()))
         return self._enough(rows, tokens) and programs >= kind.programs
 
     def missing(self, tokens: int) -> frozenset[str]:
@@ -47,8 +49,8 @@ class Record:
         rows = min(tokens, self.wanted)
         for own in (kind, found.kind):
             if own is not None:
-                known = self.ways.get(own.way, (0, frozenset()))
-                self.ways[own.way] = rows, known[1] | own.programs
+                known = self.ways.get((own.way, own.flags), (0, frozenset()))
+                self.ways[own.way, own.flags] = rows, known[1] | own.programs
         skipped = {LAZY} if LAZY_LEFT_OUT in found.left_out else set()
         self.parts.update(dict.fromkeys(set(PARTS) - skipped, rows))
         before = self.schedule.check

@@ -32,6 +32,7 @@ from ..passes.graph.op_arguments import bound
 from ..passes.graph.purity import is_random
 from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES, how_drawn
 from ..passes.s4_trace import prefix_attention, random_numbers  # noqa: F401  (register their ops)
+from .drawn_factors import Draw, draw_of
 
 aten = torch.ops.aten
 # What `passes.s4_trace.chunk_ops` writes as a product with drawn factors, as people call it and as it is
@@ -66,11 +67,13 @@ class Drawing:
 
     def __init__(self) -> None:
         self.on = False
+        self.draws: list[Draw] = []
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Within: they are."""
+        """Within: they are, and `draws` are those of dropout."""
         self.on = True
+        self.draws.clear()
         try:
             yield
         finally:
@@ -135,9 +138,13 @@ class _Seeded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_dropout = func is torch.ops.streambp_fx.dropout_factors.default and type(args[0]) is Tensor
         if self.drawing.on:
-            return func(*args, **kwargs)
-        if func is torch.ops.streambp_fx.dropout_factors.default and not isinstance(args[0], FakeTensor):
+            found = func(*args, **kwargs)
+            if is_dropout:
+                self.drawing.draws.append(draw_of(found, *args[1:]))
+            return found
+        if is_dropout:
             return torch.ones_like(args[0])
         same = _same_everywhere(func, args, kwargs)
         if same is not None:

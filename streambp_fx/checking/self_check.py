@@ -38,19 +38,19 @@ from ..passes.s4_trace.cudnn_blocks import BLOCK_ATTENTION
 from ..runtime.executor import Executor
 from ..runtime.segments.own_rows import alone
 from ..runtime.step_kinds import StepKind
+from .drawn_factors import probabilities_of, wrong_draws
 from .dropout import CLEAR as SMOOTH
 from .dropout import Drawn, Trial
 from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
 from .rounding import RTOL, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
-from .short_inputs import CHUNK, SAMPLES, SAMPLES_LEFT_OUT, Cut, ShortSizes, candidates, varied, wanted_rows
+from .short_choices import Choices
+from .short_inputs import Cut, ShortSizes
 from .short_steps import Difference, Outcome, run
 from .try_claims import contradicted
 
 log = logging.getLogger(__name__)
-# Short sizes on which running the captured graph is tried.
-TRIED = 4
 LAZY_LEFT_OUT = "gradients of logits that are computed when read: rows are left out"
 # What need not be checked of every kind of step: the claims, outputs that are computed when read, dropout.
 CLAIMS, LAZY, DROPOUT = PARTS = ("claims", "lazy", "dropout")
@@ -148,16 +148,15 @@ class _Check:
         self.executor = executor.storing(kind.policy)
         self.facts: Facts = executor.facts
         real = self.executor.sizes(inputs)
-        self.batch = batch_size(self.facts)
-        self.cut = Cut(self.facts, inputs, real, self.batch)
-        self.real = real
+        cut = Cut(self.facts, inputs, real, batch_size(self.facts))
+        self.choices = Choices(self.executor, cut, kind, self.fixed)
         # Values that a step computes when they are read; a gradient may be refused where they are padding.
         self.lazy = frozenset(self.facts.lazy)
         self.dropped = self.lazy - self.executor.parts.lazy.keys()
 
     def result(self) -> SelfCheck:
         sizes, given, expected = self._reference()
-        kind = self._kind(sizes, given)
+        kind = self.choices.kind_of(sizes, given)
         checked = SelfCheck("agrees", sizes.rows, sizes.samples, sizes.chunk, kind=kind)
         for constant in self._rounds(expected, kind):
             try:
@@ -206,7 +205,7 @@ class _Check:
     def _reference(self) -> tuple[ShortSizes, list[Any], Outcome]:
         """Short sizes and inputs on which the captured graph has something finite to compare with."""
         reasons: list[str] = []
-        for (sizes, given), change in itertools.product(self._givens(), (self._varied, list)):
+        for (sizes, given), change in itertools.product(self.choices.first(), (self.choices.varied, list)):
             try:
                 values = change(given())
                 expected = self._run(self.module, values, self.lazy)
@@ -218,62 +217,6 @@ class _Check:
                 return sizes, values, expected
             reasons.append(f"on {sizes.rows} rows its loss or gradient is not finite, or zero")
         raise Unchecked(reasons[0] if reasons else "its capture assumed sizes that no short sequence has")
-
-    def _varied(self, values: list[Any]) -> list[Any]:
-        """The same; parameters that are one number everywhere, as zero or one, are not.
-
-        A branch that is multiplied by zeros gives other parameters no gradient, and a weight of ones may be
-        left out: it would be seen in the second step.
-        """
-        return [varied(v, k) if k in self.fixed else v for k, v in enumerate(values)]
-
-    def _givens(self) -> Iterator[tuple[ShortSizes, Callable[[], list[Any]]]]:
-        """Short sizes and inputs, the best first: such that the step is of the same kind."""
-        every = list(self._sizes())
-        best: tuple[ShortSizes, int | None] | None = None
-        whole = [self._as_whole(sizes) for sizes in every]
-        for sizes, behind in itertools.product([*every, *whole], (None, 2, CHUNK + 4)):
-            kind = self._kind(sizes, self._cut(sizes, behind))
-            if kind is not None and kind.covers(self.kind):
-                best = sizes, behind
-                break
-            if best is None and kind is not None and kind.way == self.kind.way:
-                best = sizes, behind
-        if best is not None and best != (every[0], None):
-            yield best[0], functools.partial(self._cut, *best)
-        for sizes in every:
-            for redraw in (False, True):
-                yield sizes, functools.partial(self.cut.to, sizes, redraw)
-
-    def _as_whole(self, sizes: ShortSizes) -> ShortSizes:
-        """The same in one chunk, where that is what the step has."""
-        total, chunks = self.real[self.cut.sequence], (self.kind.chunk, self.kind.loss_chunk)
-        own = (sizes.chunk, sizes.loss_chunk)
-        chunk, loss_chunk = (sizes.rows if c >= total else o for c, o in zip(chunks, own, strict=True))
-        return dataclasses.replace(sizes, chunk=chunk, loss_chunk=loss_chunk)
-
-    def _cut(self, sizes: ShortSizes, behind: int | None) -> list[Any]:
-        return self.cut.to(sizes, behind=behind)
-
-    def _kind(self, sizes: ShortSizes, given: Sequence[Any]) -> StepKind | None:
-        """The kind of the streamed short step; None if it fails."""
-        try:
-            return self.executor.kind(given, sizes.chunk, sizes.loss_chunk)
-        except Exception:
-            log.info("a short step cannot be prepared", exc_info=True)
-            return None
-
-    def _sizes(self) -> Iterator[ShortSizes]:
-        """Short sizes that the graph was captured for."""
-        count = 0
-        wanted, chunks = wanted_rows(self.facts), (self.kind.chunk, self.kind.loss_chunk)
-        several = SAMPLES_LEFT_OUT if self.kind.left_out else SAMPLES
-        for sizes in candidates(self.real, self.cut.sequence, self.batch, wanted, chunks, several):
-            if count < TRIED and all(
-                test(*(sizes.values[s] for s in symbols)) for symbols, test in self.executor.guards
-            ):
-                count += 1
-                yield sizes
 
     @cached_property
     def fixed(self) -> frozenset[int]:
@@ -287,10 +230,11 @@ class _Check:
     def _differs_on_others(
         self, sizes: ShortSizes, given: list[Any], kind: StepKind | None
     ) -> list[Difference]:
-        """What differs in a step on other data of the same kind: nothing that is kept of one step may be
-        used in the next."""
-        every = (self.cut.turned(values, sizes) for values in (self.cut.to(sizes, redraw=True), given))
-        others = next((o for o in every if kind is not None and self._kind(sizes, o) == kind), None)
+        """What differs in a step of the same kind on other data, and of other sizes if there is one: nothing
+        that is kept of one step may be used in the next, and no size may be that of the first."""
+        every = self.choices.others(sizes, given) if kind is not None else ()
+        of_the_kind = ((s, values) for s, values in every if self.choices.kind_of(s, values) == kind)
+        sizes, others = next(of_the_kind, (sizes, None))
         if others is None:
             return []
         try:
@@ -312,6 +256,11 @@ class _Check:
         """Dropout, see NOTE [dropout in a self-check]."""
         if DROPOUT not in self.parts or not any(is_random(n) for n in self.facts.nodes):
             return Drawn(True)
+        with self.drawing():
+            run(self._call(sizes), given, self.fixed, constant=self.lazy, wanted=())
+            wrong = next(wrong_draws(self.drawing.draws, probabilities_of(self.facts.nodes)), None)
+        if wrong is not None:
+            return Drawn(False, wrong)
         dtype = max(self._dtypes(given), key=RTOL.__getitem__, default=torch.float32)
         if dtype not in SMOOTH:
             return Drawn(None, "in half precision its loss is too rough")

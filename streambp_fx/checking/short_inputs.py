@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.graph.facts import Facts, expression, shape_of, tensors_of
+from ..passes.step.row_chunks import split_rows
 
 # Rows of the short sequence and of a chunk of it: a few chunks, the first of them longer by one.
 ROWS, CHUNK = 25, 8
@@ -20,6 +21,8 @@ ROWS, CHUNK = 25, 8
 SAMPLES = 2
 # The same where some samples are not run to their end: such a one may lie between two that are.
 SAMPLES_LEFT_OUT = 3
+# A second short step has so many rows less.
+FEWER = 2
 # By how much a parameter is varied that is the same number everywhere.
 VARIED = 0.05
 # Rows behind a window, so that a whole chunk begins where the window does not reach the first row.
@@ -51,6 +54,21 @@ class ShortSizes:
         """In how many pieces a size is cut that is that of the rows, of one sample or of all."""
         count = -(-self.rows // min(self.chunk, self.loss_chunk))
         return dict.fromkeys((self.rows, self.rows * (self.samples or 1)), count)
+
+    def behind(self, own: int) -> int:
+        """How many rows lie behind so many of a chunk in the middle."""
+        starts = [start for start, _ in split_rows(self.rows, self.chunk)]
+        return max(0, self.rows - starts[len(starts) // 2] - own)
+
+    def another(self, sequence: sympy.Symbol, batch: sympy.Symbol | None) -> ShortSizes:
+        """A few rows less and one sample more, where there are several of them."""
+        rows = self.rows - FEWER if self.rows > 2 * FEWER else self.rows
+        samples = self.samples + 1 if self.samples is not None and self.samples > 1 else self.samples
+        values = {**self.values, sequence: rows}
+        if batch is not None and samples is not None:
+            values[batch] = samples
+        own = [rows if chunk >= self.rows else chunk for chunk in (self.chunk, self.loss_chunk)]
+        return ShortSizes(values, rows, own[0], own[1], samples)
 
 
 def chunk_for(rows: int) -> int:

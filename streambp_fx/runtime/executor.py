@@ -30,7 +30,7 @@ from .result_layout import ResultLayout
 from .segments.failures import compile_error
 from .segments.loss_head import Sweep, sweep_of
 from .segments.owned_buffers import OwnedBuffers, attribute
-from .segments.questions_to_data import MaskQuestions, Questions
+from .segments.questions_to_data import FlagQuestions, MaskQuestions, Questions
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
 from .sharded_parameters import GraphGroups, StepGroups
@@ -80,7 +80,7 @@ class Executor:
             SegmentRunner(facts, s, own) if isinstance(own, SegmentPrograms) else None
             for s, own in zip(facts.segments, self.parts.segments, strict=True)
         ]
-        self.asked = MaskQuestions(facts, self.parts.masks)
+        self.asked, self.flags = MaskQuestions(facts, self.parts.masks), FlagQuestions(facts)
         self.padding = Padding(self)
         self._steps: dict[tuple, StepProgram] = {}
         self.shares = Sharing(options.mesh, facts, self.runners, self.parts.random)
@@ -218,11 +218,13 @@ class Executor:
         self._note(step)
         fetch = functools.partial(self.value, values=values, sizes=sizes)
         self.asked.ask(questions, fetch)
+        if step.training:
+            self.flags.ask(questions, inputs)
         sweep = self._sweep(values, sizes, step, questions)
         if sweep is not None and sweep.unread is not None and self.parts.runs_to_the_end is None:
             self.asked.ask_where_it_counts(questions, fetch, sweep.unread)
         step.plain, step.full = self.asked.plain(questions), self.asked.full(questions)
-        step.empty_rows = self.asked.empty_rows(questions)
+        step.empty_rows, step.flags = self.asked.empty_rows(questions), self.flags.answers(questions)
         if sweep is not None:
             sweep.learn(questions)
             self.padding.leave_out(step, sweep, self.asked.plain_where_it_counts(questions))

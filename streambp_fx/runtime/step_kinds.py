@@ -38,6 +38,7 @@ class StepKind:
             samples or of some, and whether a chunk is not run at all.
         masked: some mask hides more than later rows.
         chunk, loss_chunk: rows of a chunk, of a layer and of the loss head.
+        flags: of its data, see NOTE [where flags are 0].
     """
 
     policy: Policy
@@ -50,6 +51,7 @@ class StepKind:
     masked: bool
     chunk: int = field(compare=False)
     loss_chunk: int = field(compare=False)
+    flags: tuple[tuple[int, ...], ...] = field(compare=False, default=())
 
     @property
     def way(self) -> Hashable:
@@ -117,7 +119,7 @@ def step_kind(executor: Executor, step: StepData, sweep: Sweep | None) -> StepKi
     masked = not executor.parts.masks.keys() <= step.plain
     masks = step.plain, step.full, step.empty_rows
     how = (executor.checked_policy, *masks, left_out, behind, frozenset(programs), masked)
-    return StepKind(*how, step.chunk, step.loss_chunk)
+    return StepKind(*how, step.chunk, step.loss_chunk, step.flags)
 
 
 def _trace(runner: SegmentRunner, block: RowBlock, step: StepData) -> tuple[Hashable, ...]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...passes.graph.facts import Facts, Mask, tensors_of
+from ...passes.graph.facts import Facts, Mask, shape_of, tensors_of
 from ...passes.masks.at_run_time import data_condition, first_column_condition
 from ...passes.s2_prove.footprints import mask_facts
 
@@ -47,6 +48,50 @@ class Questions:
                 self._answers[key] = numbers[: value.numel()]
                 del numbers[: value.numel()]
         self._open.clear()
+
+
+class FlagQuestions:
+    """Where the inputs are 0 that are 0 or 1 for each row, as an attention mask is.
+
+    NOTE [where flags are 0]: it decides nothing about a step, but steps that differ in it are checked apart.
+    So a batch is checked that the questions about masks wrongly take for one of a kind that has been.
+
+    Args:
+        facts: of the graph.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        places = [n for n in facts.nodes if n.op == "placeholder"]
+        self.dims = {k: d for k, n in enumerate(places) if (d := _dim_of_rows(n, facts)) is not None}
+
+    def ask(self, questions: Questions, inputs: Sequence[Any]) -> None:
+        """Ask it of the inputs of a step."""
+        for k, dim in self.dims.items():
+            value = inputs[k].detach().movedim(dim, -1)
+            if value.numel():
+                questions.ask(("flags", k), _zeros(value))
+
+    def answers(self, questions: Questions) -> tuple[tuple[int, ...], ...]:
+        """Of each such input whether some are 0, of the first row, of the last, all of a sample."""
+        every = (questions.answer(("flags", k)) or [0] for k in self.dims)
+        return tuple(tuple(where) if is_flag else () for is_flag, *where in every)
+
+
+def _dim_of_rows(node: Node, facts: Facts) -> int | None:
+    """The one dim of rows of what may be flags of rows, for all samples or for each."""
+    if not tensors_of(node) or isinstance(tensors_of(node)[0], torch.nn.Parameter):
+        return None
+    value, shape = tensors_of(node)[0], shape_of(node)
+    dims = [d for d, size in enumerate(shape) if size == facts.sequence]
+    is_flag = len(dims) == 1 and len(shape) <= 2 and not (value.is_floating_point() or value.is_complex())
+    return dims[0] if is_flag else None
+
+
+def _zeros(value: Tensor) -> Tensor:
+    """Of (..., T) ints: whether they are flags, whether some are 0, of the first row, of the last, all."""
+    off = value == 0
+    is_flag = ((value == 1) | off).all()
+    return torch.stack([is_flag, off.any(), off[..., 0].any(), off[..., -1].any(), off.all(-1).any()])
 
 
 class MaskQuestions:

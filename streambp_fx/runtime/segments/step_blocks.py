@@ -81,6 +81,7 @@ class StepData:
             if those behind them are computed as well, and as eager computes them.
         complete: with `limits`, the step that computes all rows.
         own: the rows that this device runs, of a sequence that lies on several; None: all.
+        flags: see NOTE [where flags are 0].
     """
 
     sizes: dict[sympy.Symbol, int]
@@ -98,6 +99,7 @@ class StepData:
     limits: list[int] | None = None
     complete: StepData | None = None
     own: OwnRows | None = None
+    flags: tuple[tuple[int, ...], ...] = ()
 
     def parts(self, start: int) -> list[SampleRange | None]:
         """The samples that a chunk is run for, in pieces that lie together; None for all of them."""

@@ -25,7 +25,7 @@ from streambp_fx.checking.result import SelfCheck
 from streambp_fx.passes import rules
 from streambp_fx.passes.graph import kernel_settings
 from streambp_fx.passes.graph.facts import Reach
-from streambp_fx.passes.s4_trace import evaluation
+from streambp_fx.passes.s4_trace import evaluation, prefix_attention
 from streambp_fx.passes.step.instructions import BufferKind, Scale
 from streambp_fx.runtime import lazy_tensors, padding
 from streambp_fx.runtime.executor import Executor
@@ -279,6 +279,23 @@ def twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WrittenInputs, "write", write)
 
 
+def of_one_size(size: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """What runs has the first batch or length baked in."""
+
+    def broken(patch: pytest.MonkeyPatch) -> None:
+        own, first = segment_runner.SegmentRunner.call, []
+
+        def call(self: Any, kind: str, block: Any, step: Any, *given: Any) -> Any:
+            values = own(self, kind, block, step, *given)
+            first.append(size(step))
+            other = kind == "joint" and size(step) != first[0]
+            return [v * 1.1 if isinstance(v, Tensor) else v for v in values] if other else values
+
+        patch.setattr(segment_runner.SegmentRunner, "call", call)
+
+    return broken
+
+
 # What is broken: how, what the model has of it, the words of the warning.
 BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "flip": (separable(aten.flip.default), "flip", "segment 1, aten.flip.default"),
@@ -305,6 +322,8 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "unfinished": (unfinished, "", "every segment alone is right"),
     "pool": (pooled, "", "every segment alone is right"),
     "remembered": (remembered, "", "on other data|every segment alone is right"),
+    "batch": (of_one_size(lambda step: step.sizes[step.batch]), "", "on other data|every segment alone"),
+    "length": (of_one_size(lambda step: step.total), "", "on other data|every segment alone"),
     "zeros": (state_gradient, "zeros", "segment 1"),
     "beside what is not finite": (emitted(aten.gelu.default, lambda v: v * 1.001), "banned", "segment 1"),
     "buffer": (twice, "buffer", "every segment alone is right"),
@@ -403,15 +422,19 @@ def ragged(rows: int = 33, samples: int = 3, pad: int = 0, left: bool = False) -
 PLAIN, LEFT, RIGHT = ragged(), ragged(pad=4, left=True), ragged(pad=9)
 
 
-def needed_too_short(patch: pytest.MonkeyPatch) -> None:
-    """Samples end before they do."""
-    own = padding.needed
+def needed_too_short(by: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Samples end so many rows before they do."""
 
-    def broken(*given: Any) -> Any:
-        found = own(*given)
-        return None if found is None else tuple(max(0, n - 9) for n in found)
+    def too_short(patch: pytest.MonkeyPatch) -> None:
+        own = padding.needed
 
-    patch.setattr(padding, "needed", broken)
+        def broken(*given: Any) -> Any:
+            found = own(*given)
+            return None if found is None else tuple(max(0, n - by) for n in found)
+
+        patch.setattr(padding, "needed", broken)
+
+    return too_short
 
 
 def parts(patch: pytest.MonkeyPatch) -> None:
@@ -439,14 +462,17 @@ def plain_where_it_counts(patch: pytest.MonkeyPatch) -> None:
 
 # What is broken, and the batch that shows it; a batch without padding does not.
 LATER = {
-    "needed": (needed_too_short, RIGHT),
+    "needed": (needed_too_short(9), RIGHT),
+    "needed, less than a chunk": (needed_too_short(6), RIGHT),
     "parts": (parts, RIGHT),
     "plain": (always_plain, LEFT),
     "plain where it counts": (plain_where_it_counts, LEFT),
+    "plain, all labels": (always_plain, (*PLAIN[:2], LEFT[2])),
+    "plain, one sample": (always_plain, (*PLAIN[:2], LEFT[2].roll(1, 0))),
 }
 
 
-@pytest.mark.parametrize("fault", sample(LATER, "needed", "plain"))
+@pytest.mark.parametrize("fault", sample(LATER, "needed, less than a chunk", "plain, all labels"))
 def test_a_later_kind_of_step_is_checked_before_its_first_result(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,6 +515,31 @@ def nothing_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(evaluation.Evaluation, "dropout", lambda self, node, value, probability: value * 1)
 
 
+def drops_more(patch: pytest.MonkeyPatch) -> None:
+    own = evaluation.Evaluation.dropout
+    patch.setattr(evaluation.Evaluation, "dropout", lambda self, n, v, p: own(self, n, v, min(0.9, 1.2 * p)))
+
+
+def not_divided(patch: pytest.MonkeyPatch) -> None:
+    """What is not dropped is as large as it was."""
+    patch.setattr(Tensor, "div_", lambda self, other: self)
+
+
+def one_seed(patch: pytest.MonkeyPatch) -> None:
+    """All layers drop the same."""
+    own = segment_runner.SegmentRunner.numbers
+
+    def numbers(self: Any, extent: Any, seed: int, step: Any) -> list[Any]:
+        return own(self, extent, seed - (self.segment.index << 32), step)
+
+    patch.setattr(segment_runner.SegmentRunner, "numbers", numbers)
+
+
+def no_seed(patch: pytest.MonkeyPatch) -> None:
+    """What a chunk drops does not depend on the seed it gets."""
+    patch.setattr(prefix_attention, "seeded_generator", lambda device, seed: torch.Generator().manual_seed(1))
+
+
 def window_too_short(patch: pytest.MonkeyPatch) -> None:
     """A window of 30 reads a column less."""
     own = segment_runner.SegmentRunner.extents_of
@@ -518,13 +569,17 @@ MISSED = {
     "lazy": (lazy_gradient, "logits", 33, {}, "the self-check"),
     "dropout": (other_seed, "dropout", 33, {}, "with dropout, the gradient is not that of the loss"),
     "no dropout": (nothing_dropped, "dropout", 33, {}, "with dropout, steps are the same whatever they draw"),
+    "another probability": (drops_more, "dropout", 33, {}, "of which there is none in the graph"),
+    "not divided": (not_divided, "dropout", 33, {}, "is not divided by the probability of that"),
+    "one seed": (one_seed, "dropout", 33, {}, "two draws of one forward have one seed"),
+    "no seed": (no_seed, "dropout", 33, {}, "two draws with other seeds are the same"),
     "window": (window_too_short, "window", 70, {}, "on 39 rows"),
     "rows": (single_rows, "", 33, {"chunk": 1, "loss_chunk": 1}, "chunk 1"),
 }
 
 
 @pytest.mark.parametrize("dtype", sample([torch.float64, torch.float32], torch.float32))
-@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout"))
+@pytest.mark.parametrize("fault", sample(MISSED, "lazy", "dropout", "not divided", "one seed"))
 def test_what_only_some_models_have_is_checked(
     fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,7 +626,7 @@ def test_steps_of_all_kinds_in_turn(
             found = call(*batch)
             (found if isinstance(found, Tensor) else found[0]).backward()
     found = checked(model)
-    assert found.ok and len(set(kinds)) == len(kinds) <= 6
+    assert found.ok and len({(k, k.flags) for k in kinds}) == len(kinds) <= 6
     text = str(found)
     assert "differs" not in text and "no short step is of that kind" not in text, text
 
