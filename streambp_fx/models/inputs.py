@@ -56,7 +56,7 @@ def complaints(given: Arguments, model: nn.Module) -> dict[str, str]:
     if ids is not None:
         if ids.dtype not in INTEGERS:
             odd["input_ids"] = f"{_seen('input_ids', ids)}; expected token ids, int64 or int32"
-        elif ids.dim() < 2:
+        elif ids.dim() < 2 or (ids.dim() > 2 and _is_causal_lm(type(model).__name__)):
             odd["input_ids"] = f"{_seen('input_ids', ids)}; expected (batch, tokens)"
     elif embeds.dim() != 3:
         odd["inputs_embeds"] = f"{_seen('inputs_embeds', embeds)}; expected (batch, tokens, hidden size)"
@@ -143,6 +143,13 @@ def _when_refused(given: Arguments, model: nn.Module) -> Iterator[str]:
     for name in ("num_items_in_batch", "logits_to_keep"):
         if isinstance(given.get(name), (str, float, list)):
             yield f"{name} is {given.get(name)!r}; expected a whole number or a tensor"
+    kept, labels = given.get("logits_to_keep"), given.get("labels")
+    if isinstance(labels, Tensor) and (isinstance(kept, Tensor) or (isinstance(kept, int) and kept > 0)):
+        which = f"tensor {tuple(kept.shape)}" if isinstance(kept, Tensor) else kept
+        yield (
+            f"logits_to_keep is {which}, and there are labels of {labels.shape[-1]} tokens; expected one of "
+            "them, since the loss needs logits of all tokens (rows without a label cost little)"
+        )
     table = getattr(model, "get_input_embeddings", lambda: None)()
     weight = getattr(table, "weight", None)
     if isinstance(weight, Tensor) and weight.dim() == 2:

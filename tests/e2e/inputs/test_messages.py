@@ -113,6 +113,14 @@ REFUSED_LATER = {
         batch(num_items_in_batch="3"), "num_items_in_batch is '3'; expected a whole number or a tensor"
     ),
     "logits to keep by a word": Bad(batch(logits_to_keep="all"), "logits_to_keep is 'all'; expected a whole"),
+    "logits to keep beside labels": Bad(
+        batch(logits_to_keep=5),
+        "logits_to_keep is 5, and there are labels of 24 tokens; expected one of them",
+    ),
+    "ids of three dims": Bad(
+        batch(input_ids=IDS[None], labels=IDS[None]),
+        "input_ids is int64 (1, 2, 24); expected (batch, tokens)",
+    ),
     "no tokens": Bad(
         batch(input_ids=IDS[:, :0], labels=IDS[:, :0]),
         "there are 2 sequences of 0 tokens; expected one",
