@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -58,7 +58,7 @@ def transform(
     if isinstance(model, torch._dynamo.OptimizedModule):  # see NOTE [under another torch.compile]
         transform(model._orig_mod, chunk, verbose=verbose, **options)
         return model
-    if not {"input_ids", *(parsed.seq_dim or {})} & set(signature_of(model, model.forward).parameters):
+    if not _takes_tokens(model, parsed.seq_dim or {}):
         raise CaptureError(
             f"{type(model).__name__} is not a causal language model: its forward takes no input_ids. "
             "Pass the model itself (for example AutoModelForCausalLM.from_pretrained(...)), or name the "
@@ -70,6 +70,13 @@ def transform(
         had_forward = "forward" in vars(module)
         module.forward = StreamedForward(module, module.forward, parsed, had_forward, verbose, within)
     return model
+
+
+def _takes_tokens(model: nn.Module, seq_dim: Mapping[str, int]) -> bool:
+    """True if the forward has an argument for tokens, or hands on whatever it is given to a model within."""
+    parameters = signature_of(model, model.forward).parameters
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and bool(models_within(model))
+    return hands_on or bool({"input_ids", *seq_dim} & parameters.keys())
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -33,7 +33,7 @@ def adapted(make: Callable[..., Any] = peft.LoraConfig, **over: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = peft.get_peft_model(
-            build("llama"), make(task_type="CAUSAL_LM", **{**settings, **over})
+            build("llama"), make(**{"task_type": "CAUSAL_LM", **settings, **over})
         ).double()
     perturb(model, 5)
     return model.train()
@@ -68,6 +68,11 @@ def check_adapter(factory: Callable[[], Any]) -> None:
 
 def test_low_rank_adapter() -> None:
     check_adapter(lambda: marked(adapted()))
+
+
+def test_an_adapter_without_a_task() -> None:
+    """Its forward takes `*args, **kwargs` and hands them on."""
+    check_adapter(lambda: adapted(task_type=None))
 
 
 @pytest.mark.slow
