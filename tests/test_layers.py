@@ -1,7 +1,7 @@
 """The house: rooms in layers, no import circle, no folder that is too full to read.
 
 Rooms are folders of the package; modules beside them are rooms of their own. What a module imports counts
-wherever the import stands, within functions too, but for what only type checkers see.
+wherever the import stands: within functions, and for type checkers, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ MOST_FILES = 15  # of a folder, its `__init__.py` not counted
 # says what people import. A name stands for the room and for the rooms in it that are not named themselves.
 LAYERS = [
     *("errors", "units", "versions"),
-    *("passes.graph", "passes.pipeline", "passes.cost", "passes.rules", "passes.masks", "passes.step"),
+    *(
+        "passes.several_devices",
+        "passes.graph",
+        "passes.pipeline",
+        "passes.cost",
+        "passes.rules",
+        "passes.masks",
+        "passes.step",
+    ),
     *("passes.s1_capture", "passes.s2_prove", "passes.s3_cut", "passes.s4_trace", "passes.s5_lower"),
     *("passes.s6_schedule.program", "passes.s6_schedule.checking", "passes.s6_schedule"),
     *("passes", "options", "runtime.segments", "runtime", "cost", "choosing", "auto_executor"),
     *("sharding", "planning"),
-    *("show", "show.code", "show.page", "schedule"),
+    *("checking.result", "show", "show.code", "show.page", "schedule", "show.status"),
     *("probing", "checking", "dynamo", "models.plain_forms", "models.recurrences", "models"),
     *(
         "unstreamed",
@@ -62,16 +70,12 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def is_for_type_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
 def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """The imports that are run, at the top and within functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child
-        elif not is_for_type_checkers(child):
+        else:
             yield from statements(child)
 
 

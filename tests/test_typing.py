@@ -16,7 +16,7 @@ from streambp_fx.options import Options
 from streambp_fx.passes.graph.facts import Facts, Segment
 from streambp_fx.passes.s3_cut.policy import candidates
 from streambp_fx.passes.rules import Rule
-from streambp_fx.passes.step.instructions import Procedure
+from streambp_fx.passes.step.procedure import Procedure
 
 def probe(facts: Facts, segment: Segment, procedure: Procedure, rule: Rule) -> None:
     reveal_type(facts.segments)

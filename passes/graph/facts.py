@@ -6,15 +6,14 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._sympy.functions import FloorDiv
 
-if TYPE_CHECKING:
-    from ..s6_schedule.program.several_devices import SeveralDevices
+from ..several_devices import SeveralDevices
 
 
 class Kind(enum.Enum):

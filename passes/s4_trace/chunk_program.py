@@ -7,15 +7,11 @@ once by rows, kept in a buffer, and read back as columns. Sizes that mention the
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
 from torch.fx import Node
 
 from ..graph.facts import Facts, Mask, Role, Segment
 from ..rules.op_sets import VIEW_ONLY
-from .carried_state import Ranges, Size, StateReader, edges, find_states
-from .evaluation import Evaluation
+from .carried_state import edges, find_states
 from .provenance import Origins
 
 
@@ -72,17 +68,3 @@ class ChunkProgram:
         while node not in self.states and node.target in VIEW_ONLY:
             node = node.args[0]
         return [node] if node in self.states else []
-
-    def run(
-        self, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0
-    ) -> list[Tensor]:
-        """The targets on the chunk's rows, in the dtypes and, but for the rows, the shapes of the graph.
-
-        Args:
-            bindings: rows of the streamed inputs, parameters, whole values (whole), sizes.
-            ranges: which rows and columns.
-            reader: how a state is read.
-            seed: seed of the chunk's random ops.
-        """
-        self.origins = Origins()
-        return Evaluation(self, bindings, ranges, reader, seed).targets()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -16,15 +16,14 @@ from ..masks.analysis import materialize
 from ..rules import places
 from ..rules.op_sets import ALIGNED
 from .carried_state import Ranges, Size, StateReader, edges
+from .chunk_program import ChunkProgram
 from .foreign_ops import call_foreign, is_foreign
 from .prefix_attention import dropout_mask
-
-if TYPE_CHECKING:
-    from .chunk_program import ChunkProgram
+from .provenance import Origins
 
 
 class Evaluation:
-    """One run of a chunk program; its parameters are those of `ChunkProgram.run`.
+    """One run of a chunk program; its parameters are those of `evaluated`.
 
     Attributes:
         values: what is evaluated, by node and role.
@@ -199,6 +198,22 @@ class Evaluation:
     def seed_of(self, node: Node) -> Any:
         """From which an op draws random numbers: another one for each chunk and op."""
         return self.seed + 1 + self.program.segment.nodes.index(node)
+
+
+def evaluated(
+    program: ChunkProgram, bindings: dict[Node, Any], ranges: Ranges, reader: StateReader, seed: Size = 0
+) -> list[Tensor]:
+    """The targets of a chunk program, in the dtypes and, but for the rows, the shapes of the graph.
+
+    Args:
+        program: what is run.
+        bindings: rows of the streamed inputs, parameters, whole values (whole), sizes.
+        ranges: which rows and columns.
+        reader: how a state is read.
+        seed: seed of the chunk's random ops.
+    """
+    program.origins = Origins()
+    return Evaluation(program, bindings, ranges, reader, seed).targets()
 
 
 def narrow(

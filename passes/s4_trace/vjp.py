@@ -7,8 +7,8 @@ that one graph serves all chunks, all lengths and all identical segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -17,25 +17,40 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..graph.facts import Mask
+from ..graph.facts import Facts, Mask, Segment
 from ..graph.recurrence import RECURRENCE_STEP
 from ..graph.symbols import SymbolTable, compiled, new_fake_mode
 from ..graph.tracing import trace
 from ..step.instructions import BufferKind
-from ..step.saving import Price
 from . import chunk_ops, random_numbers  # noqa: F401  (register how ops are written)
 from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
+from .evaluation import evaluated
 from .prefix_attention import StateRead
 from .program_inputs import Extent, FakeInputs, Slots, Unpacked
 from .recurrence_rows import RecurrenceRows
 
-if TYPE_CHECKING:
-    from ..s5_lower.lower import Lowered
-    from ..s5_lower.programs import SegmentPrograms
-    from ..s5_lower.saved_values import ForwardHalf
-
 Guard = Callable[[Mapping[str, int]], bool]
+
+
+class Differentiable(Protocol):
+    """A segment of which programs are traced.
+
+    Attributes:
+        facts, segment: the graph, and the part of it.
+        states: what later chunks read, by node.
+        diff_rows, diff_constants, diff_outputs: inputs by rows, others, and outputs that have a gradient.
+    """
+
+    facts: Facts
+    segment: Segment
+    states: dict[Node, State]
+    diff_rows: list[Node]
+    diff_constants: list[Node]
+    diff_outputs: list[Node]
+
+    def slots(self, kind: str) -> Slots:
+        """What goes into a program of a kind, in order."""
 
 
 @dataclass
@@ -47,18 +62,12 @@ class Traced:
         values: how many outputs are values.
         guards: what tracing assumed of the sizes.
         fakes: the inputs it was traced with.
-        lowered: programs made of it, by kind and by what is saved.
-        saved: what is saved for the backward at a price.
-        half: what it computes before it reads a gradient, once that was asked for.
     """
 
     module: GraphModule
     values: int
     guards: Guards
     fakes: list[Any]
-    lowered: dict[tuple[str, Price | None], Lowered] = field(default_factory=dict)
-    saved: dict[Price, list[Node]] = field(default_factory=dict)
-    half: ForwardHalf | None = None
 
     def accepts(self, sizes: Mapping[str, int]) -> bool:
         """True if what tracing assumed holds for these sizes, given by name."""
@@ -133,7 +142,7 @@ def read_of(buffer: Tensor, state: State, ranges: Ranges) -> Tensor:
 
 
 def traced_program(
-    owner: SegmentPrograms, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]
+    owner: Differentiable, kind: str, plain: frozenset[Mask], extent: Extent, args: list[Any]
 ) -> Traced:
     """Trace a program of a segment on fake tensors.
 
@@ -172,22 +181,22 @@ def outputs_of(module: GraphModule) -> list[Any]:
 
 
 def _forward(
-    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+    owner: Differentiable, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
 ) -> list[Tensor]:
     given = Unpacked(slots, extent, flat)
     with torch.no_grad():
         # in FULL reach all states were written before the first chunk reads
         reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=not extent.full)
-        return program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
+        return evaluated(program, given.bindings(owner.facts), given.ranges, reader, given.seed)
 
 
 def _write_states(
-    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+    owner: Differentiable, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
 ) -> list[Tensor]:
     given = Unpacked(slots, extent, flat)
     with torch.no_grad():
         reader = Columns(given.tensors[BufferKind.STATE], given.ranges, write=True)
-        values = program.run(given.bindings(owner.facts), given.ranges, reader, given.seed)
+        values = evaluated(program, given.bindings(owner.facts), given.ranges, reader, given.seed)
         for state, own in zip(owner.states.values(), values, strict=True):
             if not state.by_chunk:
                 reader.columns(state, own)
@@ -195,7 +204,7 @@ def _write_states(
 
 
 def _joint(
-    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+    owner: Differentiable, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
 ) -> list[Tensor]:
     """Gradients of the chunk's rows, then of the parameters (which `lower` turns into accumulation).
 
@@ -213,7 +222,7 @@ def _joint(
             reader: StateReader = LeafColumns(dict(zip(leaves, columns, strict=True)), given.ranges)
         else:
             reader = DifferentiatedColumns(states, gradients, given.ranges)
-        values = program.run(given.bindings(owner.facts, named), given.ranges, reader, given.seed)
+        values = evaluated(program, given.bindings(owner.facts, named), given.ranges, reader, given.seed)
         by_node = dict(zip(program.targets, values, strict=True))
         return tuple(by_node[n] for n in owner.diff_outputs), values
 
@@ -227,7 +236,7 @@ def _joint(
 
 
 def _state_joint(
-    owner: SegmentPrograms, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
+    owner: Differentiable, program: ChunkProgram, slots: Slots, extent: Extent, flat: Any
 ) -> list[Tensor]:
     given = Unpacked(slots, extent, flat)
     states, gradients = given.tensors[BufferKind.STATE], given.tensors[BufferKind.STATE_GRADIENT]
@@ -235,13 +244,14 @@ def _state_joint(
 
     def chunk(*primals: Tensor) -> tuple[Tensor, ...]:
         bindings = given.bindings(owner.facts, dict(zip(wanted, primals, strict=True)))
-        return tuple(program.run(bindings, given.ranges, LeafColumns(states, given.ranges), given.seed))
+        reader = LeafColumns(states, given.ranges)
+        return tuple(evaluated(program, bindings, given.ranges, reader, given.seed))
 
     _, pullback = torch.func.vjp(chunk, *_primals(owner, given))  # type: ignore[misc]
     return _pull_back(pullback, [gradients[n].to(states[n].dtype) for n in owner.states])
 
 
-def _primals(owner: SegmentPrograms, given: Unpacked) -> list[Tensor]:
+def _primals(owner: Differentiable, given: Unpacked) -> list[Tensor]:
     """What is differentiated: rows, then constants."""
     rows, constants = given.tensors[BufferKind.ROWS], given.tensors[BufferKind.CONSTANT]
     return [*(rows[n] for n in owner.diff_rows), *(constants[n] for n in owner.diff_constants)]

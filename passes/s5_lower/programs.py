@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,16 +16,33 @@ from ..s2_prove.independent_samples import Samples, batch, batch_size
 from ..s4_trace.chunk_program import ChunkProgram
 from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
 from ..s4_trace.vjp import Traced, outputs_of, traced_program
-from ..step.build import Builder, Way
+from ..step.build import Builder
 from ..step.checker import check
-from ..step.instructions import BY_COLUMNS, Buffer, BufferKind, Procedure
+from ..step.instructions import BY_COLUMNS, Buffer, BufferKind
+from ..step.procedure import Procedure
 from ..step.saving import Price
 from ..step.signature import PROGRAMS, Signature
+from ..step.way import Way
 from .lower import Lowered, LoweringSettings, live_nodes, lower, restrict
 from .saved_values import ForwardHalf, saved_values
 
 #: Buffers that go into no program.
 MADE = (BufferKind.OUTPUT, BufferKind.GRADIENT)
+
+
+@dataclass
+class Trace(Traced):
+    """A traced program, and what was made of it.
+
+    Attributes:
+        lowered: programs, by kind and by what is saved.
+        saved: what is saved for the backward at a price.
+        half: what it computes before it reads a gradient, once that was asked for.
+    """
+
+    lowered: dict[tuple[str, Price | None], Lowered] = field(default_factory=dict)
+    saved: dict[Price, list[Node]] = field(default_factory=dict)
+    half: ForwardHalf | None = None
 
 
 class SegmentPrograms:
@@ -50,7 +67,7 @@ class SegmentPrograms:
     ) -> None:
         self.facts, self.segment, self.body = facts, segment, body
         self.wide = accumulate == "float32"
-        self.traces: dict[tuple, list[Traced]] = {}
+        self.traces: dict[tuple, list[Trace]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
         self._procedures: dict[tuple[str, Way], Procedure] = {}
@@ -92,19 +109,19 @@ class SegmentPrograms:
             traced.lowered[kind, price] = self._lower(kind, source, traced, saved)
         return traced.lowered[kind, price]
 
-    def saved(self, traced: Traced, price: Price) -> list[Node]:
+    def saved(self, traced: Trace, price: Price) -> list[Node]:
         """The values of a joint trace that are saved at a price."""
         if price not in traced.saved:
             traced.saved[price] = saved_values(self.forward_half(traced), price)
         return traced.saved[price]
 
-    def forward_half(self, traced: Traced) -> ForwardHalf:
+    def forward_half(self, traced: Trace) -> ForwardHalf:
         """What a joint trace computes before it reads a gradient, and what of it can be saved; found once."""
         if traced.half is None:
             traced.half = self._forward_half(traced)
         return traced.half
 
-    def _forward_half(self, traced: Traced) -> ForwardHalf:
+    def _forward_half(self, traced: Trace) -> ForwardHalf:
         graph, kinds = traced.module.graph, (BufferKind.COTANGENT, BufferKind.STATE_GRADIENT, BufferKind.SUM)
         slots = self.slots("joint").tensors
         inputs = graph.find_nodes(op="placeholder")[-len(slots) :]
@@ -113,7 +130,7 @@ class SegmentPrograms:
         live = live_nodes(graph, results, unwanted=torch.ops.aten.copy_.default)
         return ForwardHalf.of(traced.module, live, gradients, traced.guards.names)
 
-    def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Traced:
+    def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Trace:
         """The trace for these sizes, made if there is none yet.
 
         Raises:
@@ -127,7 +144,7 @@ class SegmentPrograms:
         if traced is None:
             try:
                 with without_saved_tensors_hooks():
-                    traced = traced_program(self, source, plain, extent, args)
+                    traced = Trace(**vars(traced_program(self, source, plain, extent, args)))
             except PassError:
                 raise
             except Exception as error:
@@ -147,7 +164,7 @@ class SegmentPrograms:
         """True if a program takes what the forward has saved (state rows need it only if chained)."""
         return kind == "joint" or (kind in ("states", "columns") and self.segment.chained)
 
-    def _lower(self, kind: str, source: str, traced: Traced, saved: list[Node]) -> Lowered:
+    def _lower(self, kind: str, source: str, traced: Trace, saved: list[Node]) -> Lowered:
         slots, outputs = self.slots(kind), outputs_of(traced.module)
         sums = sum(b.kind is BufferKind.SUM for b in slots.tensors)
         names = input_names(slots)

@@ -11,8 +11,8 @@ from ..graph.facts import Facts, Kind, Segment, shape_of, tensors_of
 from ..graph.subgraph import Subgraph
 from ..s3_cut.alive_bytes import row_axis
 from ..s5_lower.programs import SegmentPrograms
-from ..step.build import Way
 from ..step.instructions import Buffer, BufferKind
+from ..step.way import Way
 from .program import (
     Add,
     Call,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from ..graph.facts import tensors_of
+from ..several_devices import SeveralDevices
 from .program import (
     Again,
     GiveBackParameters,
@@ -24,7 +25,6 @@ from .program import (
     StepProgram,
     TakeParameters,
 )
-from .program.several_devices import SeveralDevices
 from .program.values import Value, ValueKind
 from .step_parts import StepParts
 

@@ -1,6 +1,8 @@
 """The step of a segment as data.
 
 instructions   what a step is made of: buffers, loops over chunks, calls of chunk programs
+way            in which way the chunk programs of a segment are run
+procedure      the instructions of a part of a segment's step
 build          the instructions of a segment's forward, backward and loss
 buffer_states  what the checker knows of the rows of each buffer
 signature      what the programs of a segment read and make, and so its procedures

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum
 
 from .faults import Fault
-from .instructions import Buffer, BufferKind, Chunks, Instruction, Procedure
+from .instructions import Buffer, BufferKind, Chunks, Instruction
+from .procedure import Procedure
 from .signature import KEPT, Signature
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from torch.fx import Node
 
+from ..graph.facts import Segment
 from .instructions import (
     AllGather,
     Allocate,
@@ -21,7 +22,6 @@ from .instructions import (
     Normalize,
     Over,
     Overwrite,
-    Procedure,
     Receive,
     ReduceScatter,
     Roll,
@@ -32,38 +32,37 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
-from .saving import Piece, shares
+from .procedure import Procedure
+from .saving import shares
+from .way import Way
 
-if TYPE_CHECKING:
-    from ..s5_lower.programs import SegmentPrograms
+
+class Tensors(Protocol):
+    """What goes into a program; of it the tensors, in order."""
+
+    @property
+    def tensors(self) -> Sequence[Buffer]:
+        """The buffers that they are."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """What the instructions of a segment depend on besides its programs.
+class ChunkPrograms(Protocol):
+    """What a segment's step is built from: what its chunk programs read and make."""
 
-    Attributes:
-        full: some row may read all rows.
-        left_out: some rows of some samples are not run.
-        overwrites: buffers whose memory the gradient of a streamed input takes, if nobody else holds it: the
-            cotangent in a backward, the input itself in a loss.
-        half: float16 occurs in a loss.
-        several: each of several devices runs its own rows, see NOTE [rows on several devices].
-        saves: what is kept of which rows for the backward, besides the inputs; nothing if it is empty.
-        together: its loop runs together with those of its neighbours, see NOTE [chunks first]: rows that it
-            takes from them, and hands to them, one chunk at a time. None: it runs by itself.
-        keeps_states: the states of recurrences are kept from the forward to the backward, see
-            `s6_schedule.kept_states`.
-    """
+    segment: Segment
+    diff_rows: list[Node]
 
-    full: bool = False
-    left_out: bool = False
-    overwrites: frozenset[Buffer] = frozenset()
-    half: bool = False
-    several: bool = False
-    saves: tuple[Piece, ...] = ()
-    together: frozenset[Buffer] | None = None
-    keeps_states: bool = False
+    @property
+    def in_turn(self) -> bool:
+        """True if rows on several devices wait for one another."""
+
+    def buffers(self, kind: BufferKind) -> Sequence[Buffer]:
+        """All buffers of a kind."""
+
+    def slots(self, kind: str, kept: bool = False) -> Tensors:
+        """What goes into a program, what is kept of the forward among it or not."""
+
+    def reads_kept(self, kind: str) -> bool:
+        """True if a program takes what the forward has kept."""
 
 
 class Builder:
@@ -86,7 +85,7 @@ class Builder:
         way: how they are run.
     """
 
-    def __init__(self, programs: SegmentPrograms, way: Way) -> None:
+    def __init__(self, programs: ChunkPrograms, way: Way) -> None:
         self.programs, self.way = programs, way
         self.states = list(programs.buffers(BufferKind.STATE))
         self.outputs = [Buffer(BufferKind.OUTPUT, n) for n in programs.segment.outputs]

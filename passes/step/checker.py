@@ -28,7 +28,6 @@ from .instructions import (
     Normalize,
     Over,
     Overwrite,
-    Procedure,
     Receive,
     ReduceScatter,
     Roll,
@@ -39,6 +38,7 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
+from .procedure import Procedure
 from .run_checks import check_prices, check_run, names
 from .saving import ALL
 from .signature import PROGRAMS, Signature

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .buffer_states import BufferStates, Rows
 from .faults import Fault
-from .instructions import Buffer, BufferKind, Chunks, Over, Procedure, Run
+from .instructions import Buffer, BufferKind, Chunks, Over, Run
+from .procedure import Procedure
 from .signature import KEPT, Signature
 
 #: What of a call of a program must be as it was traced, and what that is.

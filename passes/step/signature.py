@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .instructions import Buffer, BufferKind, Chunks, Run
 from .saving import Price, shares
-
-if TYPE_CHECKING:
-    from .build import Way
+from .way import Way
 
 Buffers = tuple[Buffer, ...]
 KEPT = Buffer(BufferKind.KEPT)

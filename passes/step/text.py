@@ -24,7 +24,6 @@ from .instructions import (
     Keep,
     Normalize,
     Overwrite,
-    Procedure,
     Receive,
     ReduceScatter,
     Roll,
@@ -35,6 +34,7 @@ from .instructions import (
     WriteRows,
     ZeroRows,
 )
+from .procedure import Procedure
 from .saving import ALL
 
 

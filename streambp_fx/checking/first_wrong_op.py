@@ -18,9 +18,10 @@ from ..passes.graph.symbols import evaluate_size
 from ..passes.s3_cut.alive_bytes import row_axis
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.chunk_program import ChunkProgram
+from ..passes.s4_trace.evaluation import evaluated
 from ..passes.s4_trace.vjp import Columns
 from ..passes.s6_schedule.build import overwritten_cotangent
-from ..passes.step.build import Way
+from ..passes.step.way import Way
 from ..runtime.executor import Executor
 from ..runtime.segments.owned_buffers import attribute
 from ..runtime.segments.questions_to_data import Questions
@@ -226,7 +227,7 @@ class _Trial:
                 }
                 buffers |= {n: carried[n] for n, s in program.states.items() if s.by_chunk}
                 try:
-                    values = program.run(bindings, ranges, Columns(buffers, ranges, write=False), 0)
+                    values = evaluated(program, bindings, ranges, Columns(buffers, ranges, write=False), 0)
                 except PassError as error:
                     return error.node
                 for state in carried.values():

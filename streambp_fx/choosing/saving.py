@@ -21,7 +21,7 @@ from ..cost.step import StepCost
 from ..passes.cost.work import total
 from ..passes.graph.facts import Segment
 from ..passes.s3_cut.policy import Policy, groups
-from ..passes.s4_trace.vjp import Traced
+from ..passes.s5_lower.programs import Trace
 from ..passes.s5_lower.saved_values import operations_per_byte
 from ..passes.step.saving import Piece, Price, Saving
 from ..runtime.segments.segment_runner import SegmentRunner
@@ -123,7 +123,7 @@ class Space:
             found.append(tuple(self.cost.value(e, self.sizes, extent) for e in at))
         return found
 
-    def _expressions(self, runner: SegmentRunner, traced: Traced, price: Price | None) -> tuple[Any, Any]:
+    def _expressions(self, runner: SegmentRunner, traced: Trace, price: Price | None) -> tuple[Any, Any]:
         key = id(traced), price
         if key not in self.known:
             programs, names = runner.programs, self.cost.names_of(runner, traced)

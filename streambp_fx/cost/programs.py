@@ -20,7 +20,7 @@ from ..passes.graph.symbols import compiled
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
-from ..passes.s4_trace.vjp import Traced
+from ..passes.s5_lower.programs import Trace
 from ..passes.s6_schedule.own_rows import made_by_rows
 from ..passes.step.instructions import Buffer, Run
 from ..passes.step.saving import ALL, Share, is_within
@@ -214,12 +214,12 @@ class ProgramCosts:
             self._programs[key] = _cost_of(runner, self.facts, run, plain, own)
         return self._programs[key]
 
-    def trace_of(self, runner: SegmentRunner, extent: Extent) -> Traced:
+    def trace_of(self, runner: SegmentRunner, extent: Extent) -> Trace:
         """The joint program of a chunk, before it is lowered."""
         numbers = _numbers(self.facts, runner, extent)
         return runner.programs.traced("joint", self.plain_of(runner), extent, numbers)
 
-    def names_of(self, runner: SegmentRunner, traced: Traced) -> dict[sympy.Symbol, sympy.Expr]:
+    def names_of(self, runner: SegmentRunner, traced: Trace) -> dict[sympy.Symbol, sympy.Expr]:
         """What the size symbols of a trace are called here."""
         return _names(runner, traced.guards.names)
 

@@ -20,7 +20,8 @@ from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.offloading import moved
 from ..passes.s6_schedule.program import StepProgram
-from ..passes.step.instructions import BufferKind, Procedure
+from ..passes.step.instructions import BufferKind
+from ..passes.step.procedure import Procedure
 from ..runtime.executor import Executor
 from .held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS, Moment, Sizes
 from .programs import ProgramCosts

@@ -5,25 +5,54 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..backend import compile_graph
 from ..dynamo.this_backend import MARK
 from ..models.checkpointing import layers_of
 from ..models.nested_models import is_of_transformers
+from ..options import Options
+from ..runtime.parameter_groups import ShardedParameters
+from ..runtime.step_counts import StepCounts
 from ..schedule import Schedule
 from ..unstreamed import Otherwise
 
-if TYPE_CHECKING:
-    from ..streamed_forward import StreamedForward
+
+class Captured(Protocol):
+    """A forward that captures graphs, see `StreamedForward`, whose attributes these are."""
+
+    model: nn.Module
+    original: Any
+    options: Options
+    lower: Lower
+    counts: StepCounts
+
+    @property
+    def sequence_dims(self) -> dict[str, int]:
+        """Dims that carry the sequence, by the name of the input."""
+
+    @property
+    def sharded(self) -> ShardedParameters | None:
+        """Parameters that an engine has sharded."""
+
+    def report(self, schedule: Schedule) -> None:
+        """Note the schedule of a graph that was compiled."""
+
+    def may_checkpoint(self) -> bool:
+        """True if a step that is not streamed may recompute layers."""
+
+    def run(self, executor: Any, *inputs: Any) -> Any:
+        """Run what was made of a graph."""
+
 
 # From a streamed forward, its captured graph and example inputs to what runs the graph.
-Lower = Callable[["StreamedForward", torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+Lower = Callable[[Captured, torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-def stream(owner: StreamedForward, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     """What runs a captured graph streamed, or as it is if it cannot be.
 
     Args:
@@ -68,9 +97,7 @@ def _not_streamed(*inputs: Any) -> Any:
     raise NotStreamed
 
 
-def lowered(
-    owner: weakref.ref[StreamedForward], module: torch.fx.GraphModule, example_inputs: list[Any]
-) -> Any:
+def lowered(owner: weakref.ref[Captured], module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
     """The backend of one streamed forward.
 
     NOTE [what PyTorch keeps]: it holds each backend until `torch._dynamo.reset()`, and what the backend gave
@@ -82,7 +109,7 @@ def lowered(
         example_inputs: its inputs.
     """
 
-    def alive() -> StreamedForward:
+    def alive() -> Captured:
         found = owner()
         assert found is not None, "called by its owner alone"
         return found

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..errors import PlanError
 from ..passes.graph.facts import Facts, tensors_of
-from ..passes.s6_schedule.program.several_devices import Buckets, SeveralDevices, SharedGroup
+from ..passes.several_devices import Buckets, SeveralDevices, SharedGroup
 from ..sharding.layers import layers_of, owners
 from ..sharding.zero3 import BUCKET
 from .arrival import arrival

@@ -188,7 +188,7 @@ class Executor:
             prepared = self._prepared(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
         if first is not None and prepared.step.training:
             try:
-                first(step_kind(self, prepared.step, prepared.sweep))
+                first(self._kind_of(prepared))
             except BaseException:
                 if draws is not None:
                     draws.restore()
@@ -201,7 +201,12 @@ class Executor:
         """The kind of a training step with these chunks; it is not run."""
         with torch._C._DisableAutocast():
             prepared = self._prepared(self._laid_out(self.written.copied(inputs)), rows, loss_rows)
-        return step_kind(self, prepared.step, prepared.sweep)
+        return self._kind_of(prepared)
+
+    def _kind_of(self, prepared: Prepared) -> StepKind:
+        calls, masks = self.program_of(prepared.step).calls(), self.parts.masks
+        policy = self.checked_policy
+        return step_kind(calls, self.runners, masks, policy, prepared.step, prepared.sweep)
 
     def _laid_out(self, inputs: tuple) -> tuple:
         """Inputs in the order in memory that the programs take them to have."""

@@ -6,27 +6,54 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..passes.graph.facts import tensors_of
+from ..passes.graph.facts import Facts, tensors_of
 from ..passes.graph.subgraph import Subgraph
+from ..passes.s6_schedule.program import StepProgram
+from ..passes.s6_schedule.step_parts import StepParts
 from .lazy_tensors import Anew
 from .segments.loss_head import Sweep
+from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData, needed
-from .step_interpreter import run_step
-
-if TYPE_CHECKING:
-    from .executor import Executor
+from .step_interpreter import StepFrame, run_step
 
 LEFT_OUT = (
     "a gradient came to logits of padding, behind the last token that the loss reads; this step left those "
     'rows out. To have them run, keep the logits: torch.compile(..., options={"logits": "keep"}).'
 )
+
+
+class Steps(Protocol):
+    """What prepares and runs the steps of a graph: its executor."""
+
+    facts: Facts
+    parts: StepParts
+    runners: list[SegmentRunner | None]
+
+    def sequences(self, sizes: Mapping[sympy.Symbol, int]) -> int:
+        """How many sequences there are."""
+
+    def begin(self, inputs: Sequence[Any]) -> tuple[dict[Any, Any], dict[sympy.Symbol, int]]:
+        """The values that a step begins with, and the sizes."""
+
+    def program_of(self, step: StepData) -> StepProgram:
+        """The instructions of a step."""
+
+    def frame(
+        self,
+        values: dict[Node, Any],
+        sizes: Mapping[sympy.Symbol, int],
+        step: StepData,
+        program: StepProgram,
+    ) -> StepFrame:
+        """What a step program runs in."""
 
 
 class Padding:
@@ -36,7 +63,7 @@ class Padding:
         executor: of the graph.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Steps) -> None:
         self.executor, self.facts = executor, executor.facts
         self.parts = executor.parts
         self.runners = list(zip(executor.facts.segments, executor.runners, strict=True))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..passes.graph.facts import Facts
-from ..passes.s6_schedule.program.several_devices import SeveralDevices, SharedGroup
+from ..passes.several_devices import SeveralDevices, SharedGroup
 from .parameter_groups import ParameterGroup, ShardedParameters
 
 CHANGED = (

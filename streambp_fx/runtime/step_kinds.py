@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -14,13 +14,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ..passes.graph.facts import Mask
 from ..passes.s3_cut.policy import Policy
 from ..passes.s4_trace.program_inputs import SPECIAL
-from ..passes.s6_schedule.program import CallLoss
+from ..passes.s6_schedule.program import Call, CallLoss
 from .segments.loss_head import Sweep
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import RowBlock, StepData
-
-if TYPE_CHECKING:
-    from .executor import Executor
 
 
 @dataclass(frozen=True)
@@ -98,12 +95,27 @@ class Draws:
         set_device_states(*self.devices)
 
 
-def step_kind(executor: Executor, step: StepData, sweep: Sweep | None) -> StepKind:
-    """The kind of a step that is prepared."""
+def step_kind(
+    calls: Iterable[Call],
+    runners: Sequence[SegmentRunner | None],
+    masks: Collection[Mask],
+    policy: Policy,
+    step: StepData,
+    sweep: Sweep | None,
+) -> StepKind:
+    """The kind of a step that is prepared.
+
+    Args:
+        calls: those of the step's program.
+        runners: of each segment.
+        masks: that may hide more than later rows.
+        policy: under which the step is checked.
+        step, sweep: the step, and the sweep over its loss head if there is one only.
+    """
     seen: dict[int, int] = {}
     programs: set[Hashable] = set()
-    for call in executor.program_of(step).calls():
-        runner = executor.runners[call.segment]
+    for call in calls:
+        runner = runners[call.segment]
         if runner is None or id(runner.programs) in seen:
             continue
         number = seen[id(runner.programs)] = len(seen)
@@ -116,9 +128,9 @@ def step_kind(executor: Executor, step: StepData, sweep: Sweep | None) -> StepKi
         if len({b.extent.start for b in blocks}) < len(extents):
             programs.add((number, "a chunk is not run"))
     left_out, behind = step.needed is not None, step.limits is not None
-    masked = not executor.parts.masks.keys() <= step.plain
-    masks = step.plain, step.full, step.empty_rows
-    how = (executor.checked_policy, *masks, left_out, behind, frozenset(programs), masked)
+    masked = not step.plain.issuperset(masks)
+    hide = step.plain, step.full, step.empty_rows
+    how = (policy, *hide, left_out, behind, frozenset(programs), masked)
     return StepKind(*how, step.chunk, step.loss_chunk, step.flags)
 
 

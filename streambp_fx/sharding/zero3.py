@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..passes.s6_schedule.program.several_devices import Buckets
+from ..passes.several_devices import Buckets
 from ..runtime.parameter_groups import ParameterGroup, ShardedParameters
 from ..runtime.segments.owned_buffers import changing_memory
 from .layers import owners

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.fx import Node
 
+from ..cost.held_bytes import Moment
+from ..cost.step import StepCost
 from ..passes.cost.program import op_name
-from ..passes.graph.facts import Reach, Segment, shape_of, tensors_of
+from ..passes.graph.facts import Facts, Reach, Segment, shape_of, tensors_of
 from ..passes.graph.sources import path
 from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s4_trace.carried_state import find_states
-from ..passes.step.instructions import Procedure
+from ..passes.step.procedure import Procedure
 from ..passes.step.text import text
-
-if TYPE_CHECKING:
-    from .scheduled_step import ScheduledStep
 
 READS = {
     Reach.CONST: "nothing",
@@ -27,6 +26,24 @@ READS = {
     Reach.CAUSAL: "all rows up to its own",
     Reach.FULL: "all rows",
 }
+
+
+class OfStep(Protocol):
+    """What a segment's figures are taken from: the schedule of the step, see `ScheduledStep`."""
+
+    facts: Facts
+    seq_len: int | None
+
+    @property
+    def cost(self) -> StepCost:
+        """The cost model of the step."""
+
+    @property
+    def segments_together(self) -> list[list[Segment]]:
+        """Segments whose loops run as one."""
+
+    def timeline(self) -> list[Moment]:
+        """Memory over one step, moment by moment."""
 
 
 def numbers(segments: Sequence[ScheduledSegment]) -> str:
@@ -43,7 +60,7 @@ class ScheduledSegment:
         segment: what the passes made.
     """
 
-    def __init__(self, schedule: ScheduledStep, segment: Segment) -> None:
+    def __init__(self, schedule: OfStep, segment: Segment) -> None:
         self.schedule, self.segment = schedule, segment
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..auto_executor import AutoExecutor
     from ..checking.result import SelfCheck
     from ..runtime.executor import Executor
-    from .step_memory import StepMemory
 
 Self = TypeVar("Self", bound="ScheduledStep")
 
@@ -45,7 +44,7 @@ class ScheduledStep:
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
     _peak: tuple | None = field(default=None, repr=False, compare=False)
     _timeline: tuple | None = field(default=None, repr=False, compare=False)
-    _memory: StepMemory | None = field(default=None, repr=False, compare=False)
+    _memory: object = field(default=None, repr=False, compare=False)
 
     def choose(self, options: Options, loss_rows: int) -> None:
         """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it."""

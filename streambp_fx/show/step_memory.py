@@ -53,7 +53,10 @@ class StepMemory:
         own = schedule if schedule.seq_len is not None else schedule.for_length()
         assert own.seq_len is not None
         known = schedule._memory
-        if known is None or (known.sizes.tokens, known.schedule.options) != (own.seq_len, own.options):
+        if not isinstance(known, StepMemory) or (known.sizes.tokens, known.schedule.options) != (
+            own.seq_len,
+            own.options,
+        ):
             sizes = own.cost.sizes(own.seq_len)
             eager, checkpointing = (eager_step.timeline(own.cost, sizes, c) for c in (False, True))
             known = StepMemory(own, own.cost, sizes, own.timeline(), checkpointing, eager)

@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from ...graph.facts import Facts, Segment, shape_of, tensors_of
 from ...s3_cut.alive_bytes import row_axis
-from ...step.build import Way
 from ...step.faults import Fault
 from ...step.instructions import Buffer, BufferKind
+from ...step.way import Way
 from ..program import Call, CallLoss, ChunksFirst, StepInstruction
 from ..program.values import Value, ValueKind
 from .step_state import State

@@ -10,8 +10,8 @@ from torch.fx import Node
 from ...graph.facts import Kind, Segment
 from ...graph.subgraph import Subgraph
 from ...s3_cut.alive_bytes import row_axis
-from ...step.build import Way
 from ...step.faults import Fault
+from ...step.way import Way
 from ..program import (
     Add,
     Again,

@@ -3,7 +3,6 @@
 values            what instructions read and make
 instructions      what is done with them, one after the other
 one_loop          several loops over chunks as one
-several_devices   what the engine of several devices does
 step_program      all of it: prologue, forward, backward
 """
 
@@ -12,7 +11,6 @@ from .instructions import (
     Again,
     Call,
     CallLoss,
-    ChunksFirst,
     CollectRows,
     Defer,
     Differentiate,
@@ -33,6 +31,7 @@ from .instructions import (
     TakeParameters,
     Zeros,
 )
+from .one_loop import ChunksFirst
 from .step_program import StepProgram, flat, form_of, read_from_outside, segment_of, unrolled
 
 __all__ = [

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import sympy
 
 from ...graph.subgraph import Subgraph
-from ...step.build import Way
-from ...step.instructions import Buffer, BufferKind, Procedure
-from .one_loop import OneLoop, one_loop
+from ...step.instructions import Buffer, BufferKind
+from ...step.procedure import Procedure
+from ...step.way import Way
 from .values import CHUNK, DEVICE, LOSS_CHUNK, Value, ValueKind
 
 if TYPE_CHECKING:
@@ -166,26 +165,6 @@ class Again(StepInstruction):
 
     body: tuple[StepInstruction, ...]
     segment: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunksFirst(StepInstruction):
-    """Neighbouring segments whose loops run as one, see NOTE [chunks first] in `passes.step.build`.
-
-    Rows go from one to the next a chunk at a time, and are no values of the step.
-
-    Attributes:
-        body: a call of each segment, in the order in which a chunk goes through them.
-        again: in the backward: calls that each chunk goes through before.
-    """
-
-    body: tuple[Call, ...]
-    again: tuple[Call, ...] = ()
-
-    @cached_property
-    def loop(self) -> OneLoop:
-        """All of it as one loop: a backward goes from the last chunk to the first."""
-        return one_loop((*self.again, *self.body), reverse=bool(self.again))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from ...step.instructions import Buffer, BufferKind, Free, Instruction
-
-if TYPE_CHECKING:
-    from .instructions import Call
+from .instructions import Call, StepInstruction
 
 #: What is there for one chunk alone, of a segment that others hand rows to or take them from.
 OF_CHUNK = (BufferKind.ROWS, BufferKind.COTANGENT, BufferKind.KEPT)
@@ -90,3 +88,23 @@ def _handed_on(call: Call, following: Sequence[Call]) -> Iterator[HandOn | Free]
 def passed(call: Call, kind: BufferKind) -> Buffer | None:
     """What of this kind a call takes from its neighbour, or hands to it."""
     return next((b for b in call.procedure.passing if b.kind is kind), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksFirst(StepInstruction):
+    """Neighbouring segments whose loops run as one, see NOTE [chunks first] in `passes.step.build`.
+
+    Rows go from one to the next a chunk at a time, and are no values of the step.
+
+    Attributes:
+        body: a call of each segment, in the order in which a chunk goes through them.
+        again: in the backward: calls that each chunk goes through before.
+    """
+
+    body: tuple[Call, ...]
+    again: tuple[Call, ...] = ()
+
+    @cached_property
+    def loop(self) -> OneLoop:
+        """All of it as one loop: a backward goes from the last chunk to the first."""
+        return one_loop((*self.again, *self.body), reverse=bool(self.again))

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ...graph.facts import Facts
-from .instructions import Again, Call, ChunksFirst, Group, Layers, StepInstruction
-from .several_devices import SeveralDevices
+from ...several_devices import SeveralDevices
+from .instructions import Again, Call, Group, Layers, StepInstruction
+from .one_loop import ChunksFirst
 from .values import Value
 
 

@@ -24,7 +24,6 @@ from ...passes.step.instructions import (
     Normalize,
     Over,
     Overwrite,
-    Procedure,
     Receive,
     ReduceScatter,
     Roll,
@@ -35,6 +34,7 @@ from ...passes.step.instructions import (
     WriteRows,
     ZeroRows,
 )
+from ...passes.step.procedure import Procedure
 from ...passes.step.saving import is_within
 from .own_rows import OwnRows
 from .segment_runner import SegmentRunner

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...passes.s4_trace.program_inputs import Extent
-from ...passes.step.instructions import BufferKind, Over, Procedure
+from ...passes.step.instructions import BufferKind, Over
+from ...passes.step.procedure import Procedure
 from .failures import refuse_other_backwards
 from .interpreter import Frame, run
 from .questions_to_data import Questions

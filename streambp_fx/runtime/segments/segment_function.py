@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...passes.step.instructions import Buffer, BufferKind, Procedure
+from ...passes.step.instructions import Buffer, BufferKind
+from ...passes.step.procedure import Procedure
 from .failures import refuse_other_backwards
 from .interpreter import Frame, prepare, run
 from .owned_buffers import as_it_is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,17 @@ from .own_rows import RowsOfValue
 from .round_sums import is_added, rounded
 from .step_blocks import RowBlock, SampleRange, StepData, counts
 
-if TYPE_CHECKING:
-    from .interpreter import Frame
+
+class Held(Protocol):
+    """What is held while a procedure runs, see `interpreter.Frame`."""
+
+    tensors: dict[Buffer, Tensor]
+    kept: dict[int, list[Tensor]]
+    passing: frozenset[Buffer]
+    columns: dict[Buffer, tuple[int, int]]
+
+    def workspace_of(self, dtype: torch.dtype) -> Tensor:
+        """A tensor of shape (0,) in this dtype, with the memory that the last chunk's had."""
 
 
 class SegmentRunner:
@@ -228,7 +237,7 @@ class SegmentRunner:
         block: RowBlock,
         step: StepData,
         index: int,
-        frame: Frame,
+        frame: Held,
         inputs: Iterable[Buffer],
         price: Price | None = None,
     ) -> list[Any]:

@@ -12,9 +12,10 @@ from ...passes.graph.printing import Printer, fold
 from ...passes.s4_trace.program_inputs import SIZES, Extent
 from ...passes.s4_trace.vjp import Guards
 from ...passes.s6_schedule.build import is_half
-from ...passes.step.build import Way
-from ...passes.step.instructions import Buffer, BufferKind, Procedure, Run
+from ...passes.step.instructions import Buffer, BufferKind, Run
+from ...passes.step.procedure import Procedure
 from ...passes.step.saving import Price
+from ...passes.step.way import Way
 from ...runtime.segments.owned_buffers import OwnedBuffers
 from ...runtime.segments.segment_runner import SegmentRunner
 from ...runtime.segments.step_blocks import StepData

@@ -16,7 +16,8 @@ from streambp_fx.passes.s6_schedule.program.one_loop import OF_CHUNK, HandOn, On
 from streambp_fx.passes.s6_schedule.program.values import ValueKind
 from streambp_fx.passes.s6_schedule.transforms import transformed
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
-from streambp_fx.passes.step.instructions import Chunks, Free, Hand, Procedure, Roll
+from streambp_fx.passes.step.instructions import Chunks, Free, Hand, Roll
+from streambp_fx.passes.step.procedure import Procedure
 from streambp_fx.passes.step.text import line
 
 

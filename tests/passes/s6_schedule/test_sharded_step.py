@@ -23,11 +23,11 @@ from streambp_fx.passes.s6_schedule.program import (
     flat,
     unrolled,
 )
-from streambp_fx.passes.s6_schedule.program.several_devices import Buckets, SeveralDevices, SharedGroup
 from streambp_fx.passes.s6_schedule.sharding import bytes_of
 from streambp_fx.passes.s6_schedule.step_parts import Making, StepParts
 from streambp_fx.passes.s6_schedule.text import step_text
 from streambp_fx.passes.s6_schedule.transforms import transformed
+from streambp_fx.passes.several_devices import Buckets, SeveralDevices, SharedGroup
 
 
 def sharded(policy: Policy | None = None, forward_only: bool = False, **kwargs: bool | int) -> StepParts:

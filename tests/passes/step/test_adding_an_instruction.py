@@ -19,7 +19,8 @@ from streambp_fx.passes.s5_lower import programs
 from streambp_fx.passes.step import build, checker, text
 from streambp_fx.passes.step.buffer_states import BufferStates
 from streambp_fx.passes.step.faults import Fault
-from streambp_fx.passes.step.instructions import Buffer, Procedure
+from streambp_fx.passes.step.instructions import Buffer
+from streambp_fx.passes.step.procedure import Procedure
 from streambp_fx.runtime.segments import interpreter
 from streambp_fx.runtime.segments.interpreter import Frame
 from streambp_fx.show.code import sweeps

@@ -16,7 +16,6 @@ from graphs import OneLayer, facts_of
 from torch import Tensor, nn
 
 from streambp_fx.passes.s5_lower.programs import SegmentPrograms
-from streambp_fx.passes.step.build import Way
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
 from streambp_fx.passes.step.instructions import (
     Allocate,
@@ -26,11 +25,12 @@ from streambp_fx.passes.step.instructions import (
     Free,
     Instruction,
     Overwrite,
-    Procedure,
     Run,
 )
+from streambp_fx.passes.step.procedure import Procedure
 from streambp_fx.passes.step.saving import ATTENTION, Piece, Price, everywhere
 from streambp_fx.passes.step.text import text, to_json
+from streambp_fx.passes.step.way import Way
 
 
 class WithLoss(nn.Module):

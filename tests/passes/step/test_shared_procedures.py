@@ -9,10 +9,11 @@ import pytest
 from golden import check_golden
 from test_procedures import causal, of_all_rows, programs
 
-from streambp_fx.passes.step.build import Way
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
-from streambp_fx.passes.step.instructions import AllGather, Instruction, Procedure, ReduceScatter
+from streambp_fx.passes.step.instructions import AllGather, Instruction, ReduceScatter
+from streambp_fx.passes.step.procedure import Procedure
 from streambp_fx.passes.step.text import text
+from streambp_fx.passes.step.way import Way
 
 SEVERAL = {"of a layer": causal, "of all rows": of_all_rows}
 

@@ -12,7 +12,6 @@ import pytest
 from test_procedures import causal, head, of_all_rows, procedures, programs
 
 from streambp_fx.passes.step import checker, text
-from streambp_fx.passes.step.build import Way
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
 from streambp_fx.passes.step.instructions import (
     Allocate,
@@ -24,12 +23,13 @@ from streambp_fx.passes.step.instructions import (
     Normalize,
     Over,
     Overwrite,
-    Procedure,
     Round,
     Run,
     Scale,
 )
+from streambp_fx.passes.step.procedure import Procedure
 from streambp_fx.passes.step.saving import ATTENTION
+from streambp_fx.passes.step.way import Way
 
 Edit = Callable[[Procedure], Procedure]
 
