@@ -56,12 +56,13 @@ def draw_of(factors: Tensor, probability: float, seed: int) -> Draw:
     return Draw(probability, seed, tuple(factors.shape), zeros, off if off > tolerance else 0.0, content)
 
 
-def wrong_draws(draws: Collection[Draw], probabilities: Collection[float]) -> Iterator[str]:
+def wrong_draws(draws: Collection[Draw], probabilities: Collection[float], most: int = 1) -> Iterator[str]:
     """What is wrong with the draws of a forward, in words.
 
     Args:
         draws: of one forward.
         probabilities: of the graph; empty if they are not known.
+        most: how often the forward may run one op on one chunk.
     """
     by_probability: dict[float, list[Draw]] = defaultdict(list)
     for draw in draws:
@@ -75,9 +76,10 @@ def wrong_draws(draws: Collection[Draw], probabilities: Collection[float]) -> It
         if abs(zeros - entries * p) > DEVIATIONS * math.sqrt(entries * p * (1 - p)) + 0.5:
             yield f"{zeros} of {entries} entries are dropped, with a probability of {p}"
         many = [d for d in own if d.entries * min(p, 1 - p) >= MANY]
-        if any(n > 1 for n in Counter((d.seed, d.shape) for d in many).values()):
+        if any(n > most for n in Counter((d.seed, d.shape) for d in many).values()):
             yield "two draws of one forward have one seed"
-        elif any(n > 1 for n in Counter((d.content, d.shape) for d in many).values()):
+        distinct = {(d.seed, d.content, d.shape) for d in many}
+        if any(n > 1 for n in Counter((content, shape) for _, content, shape in distinct).values()):
             yield "two draws with other seeds are the same"
 
 

@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 
 from ..auto_executor import AutoExecutor
 from ..errors import CompileError, OffloadError, StreamBPError
-from ..passes.graph.facts import Facts, tensors_of
+from ..passes.graph.facts import Facts, Reach, tensors_of
 from ..passes.graph.kernel_settings import plain_attention
 from ..passes.graph.purity import is_random
 from ..passes.rules.asking import STRICT
@@ -257,8 +257,9 @@ class _Check:
         if DROPOUT not in self.parts or not any(is_random(n) for n in self.facts.nodes):
             return Drawn(True)
         with self.drawing():
-            run(self._call(sizes), given, self.fixed, constant=self.lazy, wanted=())
-            wrong = next(wrong_draws(self.drawing.draws, probabilities_of(self.facts.nodes)), None)
+            run(self._call(sizes), given, self.fixed, skipped=self.lazy, wanted=())
+            known, most = probabilities_of(self.facts.nodes), 2 if self._fills_first(sizes, given) else 1
+            wrong = next(wrong_draws(self.drawing.draws, known, most), None)
         if wrong is not None:
             return Drawn(False, wrong)
         dtype = max(self._dtypes(given), key=RTOL.__getitem__, default=torch.float32)
@@ -276,6 +277,12 @@ class _Check:
             elif not any(streamed.differing()) and all(captured.differing()):
                 return Drawn(False, "steps are the same whatever they draw")
         return found
+
+    def _fills_first(self, sizes: ShortSizes, given: Sequence[Any]) -> bool:
+        """True if some segment makes its states before it runs its chunks: what is before them runs twice."""
+        kind = self.choices.kind_of(sizes, given)
+        full = kind is None or bool(kind.full)
+        return full or any(s.reach is Reach.FULL or s.chained for s in self.facts.segments)
 
     # ---- comparing
 

@@ -783,6 +783,40 @@ def test_a_dropout_without_gradients_is_no_difference(call: str) -> None:
     assert checked(model).status == "agrees", str(checked(model))
 
 
+class Drops(nn.Module):
+    """Dropout before attention, after it, and before the head."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.model, self.causal = Model(), causal
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = F.dropout(self.model.embedding(ids), 0.1)
+        for layer in self.model.layers:
+            q, k, v = (
+                t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+                for t in layer.qkv(F.dropout(layer.norm(x), 0.3)).chunk(3, -1)
+            )
+            read = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            x = x + F.dropout(layer.out(read.transpose(1, 2).flatten(2)), 0.2)
+        logits = self.model.head(F.dropout(x, 0.2))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize("option", sample([{}, {"order": "chunks"}, {"save": "attention"}, {"every": 2}], {}))
+@pytest.mark.parametrize("logits", sample(["drop", "keep"], "drop"))
+@pytest.mark.parametrize("causal", [True, False])
+def test_draws_that_are_made_twice(causal: bool, logits: str, option: dict[str, Any]) -> None:
+    """Attention that is not causal: states are made before the chunks run, and so is what is before them."""
+    torch.manual_seed(3)
+    model = Drops(causal).double()
+    call = torch.compile(model, backend="streambp", options={**OPTIONS, **option, "logits": logits})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StreamBPWarning)  # chunks first change nothing where it is not causal
+        call(*batch())[0].backward()
+    assert checked(model).status == "agrees", str(checked(model))
+
+
 def test_a_longer_sequence_is_checked_again() -> None:
     """A first sequence of a few rows shows little."""
     model = make()
