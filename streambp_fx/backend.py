@@ -23,9 +23,10 @@ from .checking.self_check import self_check
 from .dynamo.attribute_stores import keep_attribute_stores
 from .dynamo.each_frame import watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
-from .dynamo.hooks import MAY_CHANGE, guard_hooks, hook_on_saved_tensors
+from .dynamo.hooks import IN_FORWARD_MODE, MAY_CHANGE, guard_hooks, hook_on_saved_tensors, is_forward_mode
 from .dynamo.loops import note_graph, watch_calls, with_compared_loops
 from .dynamo.messages import with_ranges
+from .dynamo.none_gradients import refuse_none_gradients
 from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.skipped_frames import warn_of_skipped_frames
@@ -125,6 +126,7 @@ def _options(given: object) -> Options:
 
 setattr(streambp, MARK, True)
 keep_attribute_stores()
+refuse_none_gradients()
 trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
@@ -259,6 +261,8 @@ class CompiledGraph:
             version = self._version(inputs)
         if not isinstance(version, Unstreamed) and version.written.overlap(inputs):
             return self._instead(f"the step runs unstreamed: {SHARES_MEMORY}")(*inputs)
+        if is_forward_mode():
+            return self._instead(IN_FORWARD_MODE)(*inputs)
         hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
         if hook is not None:
             return self._instead(f"{hook} {MAY_CHANGE}: this step runs unstreamed")(*inputs)

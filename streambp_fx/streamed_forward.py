@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .dynamo import each_frame
-from .dynamo.hooks import MAY_CHANGE, Hooks, hook_on_saved_tensors
+from .dynamo.hooks import IN_FORWARD_MODE, MAY_CHANGE, Hooks, hook_on_saved_tensors, is_forward_mode
 from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
 from .dynamo.this_backend import beside_the_trace, is_traced_for_export, is_traced_for_us
 from .errors import CaptureError, CompileError, warn
@@ -161,6 +161,8 @@ class StreamedForward(UnstreamedSteps):
     def _train(self, given: Arguments) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return self.in_a_transform(given)
+        if is_forward_mode():
+            return self.in_a_transform(given, IN_FORWARD_MODE)
         odd = self.odd_inputs(given)
         if odd:
             return self.with_odd_inputs(odd, given, self._streamed)

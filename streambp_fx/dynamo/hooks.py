@@ -14,6 +14,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
 # What is called when a module is registered, saved or loaded, and not in a step.
@@ -65,6 +66,21 @@ def hook_on_saved_tensors() -> str | None:
         return None
     names = [f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__name__)}" for f in top]
     return None if all(name.startswith(HARMLESS) for name in names) else names[0]
+
+
+IN_FORWARD_MODE = (
+    "the step is within torch.autograd.forward_ad.dual_level, and a streamed step carries no tangents: it "
+    "runs unstreamed"
+)
+
+
+def is_forward_mode() -> bool:
+    """True within a level of forward-mode differentiation, where inputs and weights may have tangents.
+
+    NOTE [tangents]: an `autograd.Function` without a `jvp` is an error for inputs that have tangents, but
+    only for those that require a gradient; the tangents of others would be lost without a word.
+    """
+    return forward_ad._current_level >= 0
 
 
 class Hooks:

@@ -158,11 +158,11 @@ class UnstreamedSteps:
         self.say(why)
         return output
 
-    def in_a_transform(self, given: Arguments) -> Any:
-        """The step as it is, not checkpointed either, within a transform of `torch.func`."""
+    def in_a_transform(self, given: Arguments, why: str = IN_A_TRANSFORM) -> Any:
+        """The step as it is, not checkpointed either, within a transform of `torch.func` or the like."""
         with self.alone():
             output = self.original(*given.positional.values(), **given.keywords)
-        self.say(IN_A_TRANSFORM)
+        self.say(why)
         return output
 
     def uncaptured(self, error: CaptureError, given: Arguments) -> Any:

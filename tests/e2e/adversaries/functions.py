@@ -124,6 +124,41 @@ class Nothing(torch.autograd.Function):
 CASES.block(WHATEVER, name="no gradient for a weight")(lambda m, x, ids: x + Nothing.apply(m.lin(x), m.scale))
 
 
+class NoneGradients(torch.autograd.Function):
+    """Its backward asks whether the second output has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor | None) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.cos() + (g * 3 if h is None else -h * x.sin())
+
+
+class NoneOfOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
+        return None if g is None else g * 2
+
+
+CASES.block(
+    {"compile": WHATEVER, "transform": f"{WHATEVER}|{REFUSED}"}, name="None for an output that is not used"
+)(lambda m, x, ids: x + NoneGradients.apply(m.lin(x))[0] * m.scale)
+CASES.block(
+    {"compile": WHATEVER, "transform": f"{WHATEVER}|{REFUSED}"}, name="None for an output that is used"
+)(lambda m, x, ids: x + sum(NoneGradients.apply(m.lin(x))) * m.scale)
+CASES.block(name="None for the one output")(lambda m, x, ids: x + NoneOfOne.apply(m.lin(x)))
+
+
 # ---- transforms of functions
 
 FORMS = {
