@@ -39,7 +39,8 @@ def of_its_own(graph: Graph, node: Node) -> Node | None:
     """Of the value that gives only its dtype and its device nothing is read: `full` makes the same."""
     number, value = arguments(node).get("fill_value", FILLS[node.target]), node.meta["val"]
     size, kind = arguments(node)["size"], type(value)
-    if isinstance(number, Node) or kind is not FakeTensor or value.layout is not torch.strided:
+    is_number = not isinstance(number, Node) or isinstance(number.meta["val"], torch.SymInt)
+    if not is_number or kind is not FakeTensor or value.layout is not torch.strided:
         return None
     return insert(graph, node, aten.full.default, size, number, dtype=value.dtype, device=value.device)
 

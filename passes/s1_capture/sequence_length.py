@@ -13,6 +13,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..graph.facts import expression
@@ -20,6 +21,7 @@ from ..graph.recurrence import RECURRENCE, RECURRENCES
 from ..graph.sources import source_name
 from ..graph.symbols import Lengths, values_of
 
+NONE_READS = "no op of the graph reads along a dim that stands for the sequence length"
 OPTION = 'name its dim with options={"seq_dim": {...}}'
 
 
@@ -131,13 +133,35 @@ def find_lengths(
             found |= _of_the_same_length(inputs, found, sizes.pop())
     except AmbiguousSequence as ambiguous:
         return Lengths(others=frozenset(values), values=values, reason=str(ambiguous))
-    reason = None if found else "no op of the graph reads along a dim that stands for the sequence length"
+    reason = None if found else made_a_number(module) or NONE_READS
     others = frozenset(values) - found
     samples = frozenset(
         dims[0][0] for _, dims in inputs.values() if {0, 1} <= set(dims) and dims[1][0] in found
     )
     longer = _longer(module, found)
     return Lengths(frozenset(found), others, samples & others, values, longer=longer, reason=reason)
+
+
+def made_a_number(module: GraphModule) -> str | None:
+    """The line at which a size along which ops read became a number, in words; None if there is none.
+
+    NOTE [sizes that become numbers]: Dynamo makes a size a number where Python needs one (`math.log`), or an
+    op does (`torch.linspace`). The graph is then one for that length, and has no sequence length.
+    """
+    read = {_hint(value.shape[dim]) for value, dim in _reads(module)}
+    values = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
+    modes = {v.fake_mode for v in values if isinstance(v, FakeTensor)}
+    for env in (mode.shape_env for mode in modes if mode.shape_env is not None):
+        for symbol, place in getattr(env, "replacements_slocs", {}).items():
+            number, line = env.replacements.get(symbol), getattr(place, "maybe_user_loc", None)
+            if line is not None and number is not None and number.is_Integer and int(number) in read:
+                code, _, place = " ".join(str(line).split()).rpartition(" # ")
+                return (
+                    f"the length {number} became a number when the graph was traced, which is then for that "
+                    f"length alone: {place.rpartition('/')[2]}: {code.strip()}. (Where a function of "
+                    "Python's needs it, a tensor does as well: torch.tensor(n).log().)"
+                )
+    return None
 
 
 def _symbols_named(inputs: Mapping, seq_dim: Mapping[str, int]) -> set[sympy.Symbol]:
