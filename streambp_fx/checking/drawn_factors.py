@@ -12,12 +12,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..passes.graph.op_arguments import arguments
+from ..passes.graph.purity import is_random
 from .rounding import RTOL
 
 # By so many standard deviations the share of zeros may differ from what is expected.
@@ -26,10 +28,28 @@ DEVIATIONS = 7.0
 MANY = 64
 
 
+def may_draw(node: Node) -> bool:
+    """True for a random op, and for whatever is no plain op: a function of the user's, a region.
+
+    Python's own functions (of sizes, and of the results of an op) draw nothing.
+    """
+    if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
+        return False
+    return is_random(node) or not isinstance(node.target, OpOverload)
+
+
 @dataclass(frozen=True)
 class Draw:
-    """One draw of factors: entries, zeros among them, how far others are from 1 / (1 - p), and a sum of them
-    that is another one for other factors."""
+    """One draw of factors.
+
+    Attributes:
+        probability: with which one is 0.
+        seed: of the draw.
+        shape: of the tensor.
+        zeros: how many there are.
+        off: by which share of it another factor is not 1 / (1 - p); 0.0 where rounding may make that.
+        content: a hash of where the zeros are.
+    """
 
     probability: float
     seed: int
@@ -84,7 +104,9 @@ def wrong_draws(draws: Collection[Draw], probabilities: Collection[float], most:
 
 
 def probabilities_of(nodes: Collection[Node]) -> set[float]:
-    """Those of the dropouts of a graph; empty if some are not numbers."""
+    """Those of the dropouts of a graph; empty if some are no numbers, or may be in a function or a region."""
+    if any(may_draw(n) and not isinstance(n.target, OpOverload) for n in nodes):
+        return set()
     calls = [arguments(n) for n in nodes if isinstance(n.target, OpOverload)]
     found = [call[name] for call in calls for name in ("p", "dropout_p") if name in call]
     return {float(p) for p in found} if all(isinstance(p, int | float) for p in found) else set()

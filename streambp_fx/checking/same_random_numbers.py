@@ -13,14 +13,11 @@ import contextlib
 import inspect
 import zlib
 from collections.abc import Iterator
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..passes.graph.facts import Facts, sum_dtype
 from ..passes.graph.functionalization import drops_nothing
 from ..passes.graph.op_arguments import bound
-from ..passes.graph.purity import is_random
 from ..passes.rules.random_numbers import DRAWS, IN_PLACE, PROBABILITIES, how_drawn
 from ..passes.s4_trace import prefix_attention, random_numbers  # noqa: F401  (register their ops)
-from .drawn_factors import Draw, draw_of
+from .drawn_factors import Draw, draw_of, may_draw
 
 aten = torch.ops.aten
 # What `passes.s4_trace.chunk_ops` writes as a product with drawn factors, as people call it and as it is
@@ -56,7 +52,7 @@ def comparable(facts: Facts, devices: set[torch.device]) -> Iterator[Drawing]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         drawing = Drawing()
-        if any(_may_draw(n) for n in facts.nodes):
+        if any(may_draw(n) for n in facts.nodes):
             stack.enter_context(_NoDropout(drawing))
             stack.enter_context(_Seeded(drawing))
         yield drawing
@@ -78,16 +74,6 @@ class Drawing:
             yield
         finally:
             self.on = False
-
-
-def _may_draw(node: Node) -> bool:
-    """True for a random op, and for whatever is no plain op: a function of the user's, a region.
-
-    Python's own functions (of sizes, and of the results of an op) draw nothing.
-    """
-    if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
-        return False
-    return is_random(node) or not isinstance(node.target, OpOverload)
 
 
 class _NoDropout(TorchFunctionMode):
