@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .short_steps import VANISHING, Difference, Outcome, differences
 
-log = logging.getLogger(__name__)
 # Relative differences that rounding may make, by dtype; above it, rounding is measured.
 RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. Of the 272
@@ -25,6 +23,8 @@ BEYOND = 4.0
 # Where a graph computes in several dtypes, a difference that rounding in the coarsest might make counts from
 # so many times what noise makes.
 FAR_BEYOND = 32.0
+# Times that noise is drawn, at most.
+MOST_DRAWS = 2
 # Two draws of noise differ by chance: that of a gradient counts as no less than what this share of them has
 # at most.
 USUAL = 0.9
@@ -34,6 +34,38 @@ DEAF = 0.25
 
 class TooRough(Exception):
     """Rounding alone changes the gradients by as much as a wrong step would."""
+
+
+@dataclass
+class Noise:
+    """What noise makes of a step.
+
+    Attributes:
+        by_key: of each value, relative to its norm.
+        share: of the norm of the whole gradient.
+    """
+
+    by_key: dict[tuple[bool, int], float] = field(default_factory=dict)
+    share: float = 0.0
+
+    def add(self, expected: Outcome, noisy: Outcome) -> None:
+        """Note another draw: the largest of all counts."""
+        every = list(differences(expected, noisy))
+        whole = math.hypot(*(d.gap for d in every if d.is_gradient))
+        self.share = max(self.share, whole / expected.total if expected.total else math.inf)
+        for d in every:
+            relative = d.relative(VANISHING * expected.total)
+            self.by_key[d.key] = max(self.by_key.get(d.key, 0.0), relative)
+
+    def copy(self) -> Noise:
+        """Another one, to go on with."""
+        return Noise(dict(self.by_key), self.share)
+
+    @property
+    def usual(self) -> float:
+        """What most gradients have at most."""
+        of_gradients = sorted(n for (is_gradient, _), n in self.by_key.items() if is_gradient)
+        return of_gradients[int(USUAL * (len(of_gradients) - 1))] if of_gradients else 0.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +78,8 @@ class Rounding:
         pieces: in how many pieces a chunked step cuts a size of so many rows.
         finest, coarsest: relative differences that rounding may make in the finest and in the coarsest dtype
             of the step.
+        earlier: what noise made of an earlier step, and afterwards of this one. Where it is enough for all
+            differences, it is not measured again.
     """
 
     module: GraphModule
@@ -53,6 +87,7 @@ class Rounding:
     pieces: Mapping[int, int]
     finest: float
     coarsest: float
+    earlier: Noise
 
     def beyond(self, expected: Outcome, found: Outcome) -> tuple[dict[Difference, float], list[Difference]]:
         """The relative difference of every value, and those that rounding does not make.
@@ -65,30 +100,34 @@ class Rounding:
         suspects = [d for d in relative if relative[d] > self.finest]
         if not suspects or not all(math.isfinite(d.gap) for d in suspects):
             return relative, suspects
-        clear = [d for d in suspects if relative[d] > self.coarsest]
-        noise, whole = self._noise(expected, 2 if clear else 1)
-        of_gradients = sorted(n for (is_gradient, _), n in noise.items() if is_gradient)
-        usual = of_gradients[int(USUAL * (len(of_gradients) - 1))]
-        known = {d: max(noise.get(d.key, 0.0), usual * d.is_gradient) for d in suspects}
-        log.debug("noise %s", [(d.what, relative[d], known[d]) for d in suspects])
-        beyond = [d for d in clear if relative[d] > BEYOND * known[d]]
-        if clear and not beyond and not whole <= DEAF * expected.total:
-            raise TooRough
-        far = [d for d in suspects if relative[d] > FAR_BEYOND * max(known[d], self.finest)]
-        return relative, beyond + [d for d in far if d not in beyond]
-
-    def _noise(self, expected: Outcome, draws: int) -> tuple[dict[tuple[bool, int], float], float]:
-        """What noise makes of each value, and of all gradients together."""
-        floor, whole = VANISHING * expected.total, 0.0
-        noise: dict[tuple[bool, int], float] = {}
-        for seed in range(draws):
+        noise, beyond = self.earlier.copy(), suspects
+        if noise.by_key:
+            beyond = self._more_than(noise, suspects, relative)
+        for seed in range(MOST_DRAWS if beyond else 0):
+            noise = Noise() if seed == 0 else noise
             with FewRows(self.pieces):
-                noisy = self.run(Noisy(self.module, seed).run)
-            every = list(differences(expected, noisy))
-            whole = max(whole, math.hypot(*(d.gap for d in every if d.is_gradient)))
-            for d in every:
-                noise[d.key] = max(noise.get(d.key, 0.0), d.relative(floor))
-        return noise, whole
+                noise.add(expected, self.run(Noisy(self.module, seed).run))
+            beyond = self._more_than(noise, suspects, relative)
+            if not beyond:
+                break
+        self.earlier.by_key, self.earlier.share = noise.by_key, noise.share
+        clear = any(relative[d] > self.coarsest for d in suspects)
+        if clear and not any(relative[d] > self.coarsest for d in beyond) and not noise.share <= DEAF:
+            raise TooRough
+        return relative, beyond
+
+    def _more_than(
+        self, noise: Noise, suspects: list[Difference], relative: Mapping[Difference, float]
+    ) -> list[Difference]:
+        """The suspects that differ by more than noise makes, those that are clear first."""
+        usual, clear, far = noise.usual, [], []
+        for d in suspects:
+            known = max(noise.by_key.get(d.key, 0.0), usual * d.is_gradient)
+            if relative[d] > self.coarsest and relative[d] > BEYOND * known:
+                clear.append(d)
+            elif relative[d] > FAR_BEYOND * max(known, self.finest):
+                far.append(d)
+        return clear + far
 
 
 class Noisy(Interpreter):

@@ -43,7 +43,7 @@ from .dropout import CLEAR as SMOOTH
 from .dropout import Drawn, Trial
 from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
-from .rounding import RTOL, Rounding, TooRough
+from .rounding import RTOL, Noise, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
 from .short_choices import Choices
 from .short_inputs import Cut, ShortSizes
@@ -144,7 +144,7 @@ class _Check:
         drawing: Drawing,
     ) -> None:
         self.module, self.inputs, self.kind = module, inputs, kind
-        self.parts, self.drawing = parts, drawing
+        self.parts, self.drawing, self.noise = parts, drawing, Noise()
         self.executor = executor.storing(kind.policy)
         self.facts: Facts = executor.facts
         real = self.executor.sizes(inputs)
@@ -296,7 +296,7 @@ class _Check:
     ) -> tuple[float, list[Difference]]:
         """The largest relative difference, and those that are more than rounding."""
         again = functools.partial(self._run, given=given, constant=constant)
-        rounding = Rounding(self.module, again, sizes.pieces, *self._tolerances(given))
+        rounding = Rounding(self.module, again, sizes.pieces, *self._tolerances(given), self.noise)
         try:
             relative, beyond = rounding.beyond(expected, found)
         except TooRough:
