@@ -63,7 +63,7 @@ class Noise:
 
     @property
     def usual(self) -> float:
-        """What most gradients have at most."""
+        """What nine of ten gradients have at most, a share of their norm."""
         of_gradients = sorted(n for (is_gradient, _), n in self.by_key.items() if is_gradient)
         return of_gradients[int(USUAL * (len(of_gradients) - 1))] if of_gradients else 0.0
 
