@@ -50,12 +50,11 @@ class Noise:
 
     def add(self, expected: Outcome, noisy: Outcome) -> None:
         """Note another draw: the largest of all counts."""
-        every = list(differences(expected, noisy))
+        every, total = list(differences(expected, noisy)), expected.total
         whole = math.hypot(*(d.gap for d in every if d.is_gradient))
-        self.share = max(self.share, whole / expected.total if expected.total else math.inf)
+        self.share = max(self.share, whole / total if total else math.inf)
         for d in every:
-            relative = d.relative(VANISHING * expected.total)
-            self.by_key[d.key] = max(self.by_key.get(d.key, 0.0), relative)
+            self.by_key[d.key] = max(self.by_key.get(d.key, 0.0), d.relative(VANISHING * total))
 
     def copy(self) -> Noise:
         """Another one, to go on with."""
@@ -106,7 +105,8 @@ class Rounding:
         for seed in range(MOST_DRAWS if beyond else 0):
             noise = Noise() if seed == 0 else noise
             with FewRows(self.pieces):
-                noise.add(expected, self.run(Noisy(self.module, seed).run))
+                noisy = self.run(Noisy(self.module, seed).run)
+            noise.add(expected, noisy)
             beyond = self._more_than(noise, suspects, relative)
             if not beyond:
                 break
