@@ -148,17 +148,17 @@ def made_a_number(module: GraphModule) -> str | None:
     NOTE [sizes that become numbers]: Dynamo makes a size a number where Python needs one (`math.log`), or an
     op does (`torch.linspace`). The graph is then one for that length, and has no sequence length.
     """
-    read = {_hint(value.shape[dim]) for value, dim in _reads(module)}
+    read = lengths_read(module)
     values = [n.meta.get("example_value") for n in module.graph.nodes if n.op == "placeholder"]
     modes = {v.fake_mode for v in values if isinstance(v, FakeTensor)}
     for env in (mode.shape_env for mode in modes if mode.shape_env is not None):
         for symbol, place in getattr(env, "replacements_slocs", {}).items():
             number, line = env.replacements.get(symbol), getattr(place, "maybe_user_loc", None)
             if line is not None and number is not None and number.is_Integer and int(number) in read:
-                code, _, place = " ".join(str(line).split()).rpartition(" # ")
+                code, _, where = " ".join(str(line).split()).rpartition(" # ")
                 return (
                     f"the length {number} became a number when the graph was traced, which is then for that "
-                    f"length alone: {place.rpartition('/')[2]}: {code.strip()}. (Where a function of "
+                    f"length alone: {where.rpartition('/')[2]}: {code.strip()}. (Where a function of "
                     "Python's needs it, a tensor does as well: torch.tensor(n).log().)"
                 )
     return None

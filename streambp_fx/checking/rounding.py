@@ -56,9 +56,10 @@ class Noise:
         for d in every:
             self.by_key[d.key] = max(self.by_key.get(d.key, 0.0), d.relative(VANISHING * total))
 
-    def copy(self) -> Noise:
-        """Another one, to go on with."""
-        return Noise(dict(self.by_key), self.share)
+    def forget(self) -> None:
+        """No draw counts any more."""
+        self.by_key.clear()
+        self.share = 0.0
 
     @property
     def usual(self) -> float:
@@ -99,18 +100,17 @@ class Rounding:
         suspects = [d for d in relative if relative[d] > self.finest]
         if not suspects or not all(math.isfinite(d.gap) for d in suspects):
             return relative, suspects
-        noise, beyond = self.earlier.copy(), suspects
-        if noise.by_key:
-            beyond = self._more_than(noise, suspects, relative)
+        noise = self.earlier
+        beyond = self._more_than(noise, suspects, relative) if noise.by_key else suspects
+        if beyond:
+            noise.forget()
         for seed in range(MOST_DRAWS if beyond else 0):
-            noise = Noise() if seed == 0 else noise
             with FewRows(self.pieces):
                 noisy = self.run(Noisy(self.module, seed).run)
             noise.add(expected, noisy)
             beyond = self._more_than(noise, suspects, relative)
             if not beyond:
                 break
-        self.earlier.by_key, self.earlier.share = noise.by_key, noise.share
         clear = any(relative[d] > self.coarsest for d in suspects)
         if clear and not any(relative[d] > self.coarsest for d in beyond) and not noise.share <= DEAF:
             raise TooRough

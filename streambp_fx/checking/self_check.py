@@ -179,7 +179,7 @@ class _Check:
         claim = contradicted(self.facts, given, sizes) if CLAIMS in self.parts else None
         if claim is not None:
             return dataclasses.replace(checked, status="differs", **vars(claim))
-        drawn = self._drawn(sizes, given)
+        drawn = self._drawn(sizes, given, kind)
         if drawn.ok is False:
             return dataclasses.replace(checked, status="differs", reason=f"with dropout, {drawn.reason}")
         return dataclasses.replace(checked, left_out=tuple(self._left_out(sizes, kind, drawn)))
@@ -252,13 +252,13 @@ class _Check:
     def _call(self, sizes: ShortSizes) -> Callable[..., list[Any]]:
         return functools.partial(self.executor, rows=sizes.chunk, loss_rows=sizes.loss_chunk)
 
-    def _drawn(self, sizes: ShortSizes, given: Sequence[Any]) -> Drawn:
+    def _drawn(self, sizes: ShortSizes, given: Sequence[Any], kind: StepKind | None) -> Drawn:
         """Dropout, see NOTE [dropout in a self-check]."""
         if DROPOUT not in self.parts or not any(is_random(n) for n in self.facts.nodes):
             return Drawn(True)
         with self.drawing():
             run(self._call(sizes), given, self.fixed, skipped=self.lazy, wanted=())
-            known, most = probabilities_of(self.facts.nodes), 2 if self._fills_first(sizes, given) else 1
+            known, most = probabilities_of(self.facts.nodes), 2 if self._fills_first(kind) else 1
             wrong = next(wrong_draws(self.drawing.draws, known, most), None)
         if wrong is not None:
             return Drawn(False, wrong)
@@ -278,9 +278,8 @@ class _Check:
                 return Drawn(False, "steps are the same whatever they draw")
         return found
 
-    def _fills_first(self, sizes: ShortSizes, given: Sequence[Any]) -> bool:
+    def _fills_first(self, kind: StepKind | None) -> bool:
         """True if some segment makes its states before it runs its chunks: what is before them runs twice."""
-        kind = self.choices.kind_of(sizes, given)
         full = kind is None or bool(kind.full)
         return full or any(s.reach is Reach.FULL or s.chained for s in self.facts.segments)
 
