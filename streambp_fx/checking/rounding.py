@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,8 @@ MOST_DRAWS = 2
 # Two draws of noise differ by chance: that of a gradient counts as no less than what this share of them has
 # at most.
 USUAL = 0.9
+# Numbers that are drawn once for the noise of a step.
+POOL = 1 << 20
 # Noise, as a share of the norm of the whole gradient, above which nothing can be told.
 DEAF = 0.25
 
@@ -142,6 +143,7 @@ class Noisy(Interpreter):
     def __init__(self, module: GraphModule, seed: int) -> None:
         super().__init__(module)
         self.generator = torch.Generator().manual_seed(seed)
+        self.pools: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def run_node(self, n: Node) -> Any:
         """Run a node, and move what it computes, and its gradient, by up to one unit of the last place."""
@@ -162,18 +164,38 @@ class Noisy(Interpreter):
         places = {v.untyped_storage()._cdata for v in given}
         if value.untyped_storage()._cdata in places:
             return value
-        if value.requires_grad:
-            moved = value + self._noise(value)
-            moved.register_hook(lambda g: g + self._noise(g))
-            return moved
-        return value + self._noise(value)
+        found = self._rounded(value)
+        if found.requires_grad:
+            found.register_hook(self._rounded)
+        return found
 
-    def _noise(self, value: Tensor) -> Tensor:
-        eps, greatest = torch.finfo(value.dtype).eps, torch.finfo(value.dtype).max
-        drawn = torch.rand(value.shape, generator=self.generator, dtype=torch.float32, device="cpu")
-        drawn.mul_(2 * eps).sub_(eps)
-        moved = value.detach() * drawn.to(value.device, value.dtype)
-        return moved.nan_to_num(0.0, 0.0, 0.0).masked_fill_(value.detach().abs() >= greatest / 16, 0.0)
+    def _rounded(self, value: Tensor) -> Tensor:
+        """The value, moved; its gradient passes as it is."""
+        if not value.numel() or value.layout is not torch.strided:
+            return value
+        eps, near = torch.finfo(value.dtype).eps, torch.finfo(value.dtype).max / 16
+        own = value.detach()
+        low, high = (float(v) for v in own.aminmax())
+        if not (-near < low and high < near):  # or there is a NaN
+            own = torch.where(own.abs() < near, own, 0.0)
+        return torch.addcmul(value, own, self._drawn(value), value=eps)
+
+    def _drawn(self, value: Tensor) -> Tensor:
+        """Of the shape of a value, uniform in [-1, 1]: a part of what is drawn once, or drawn for it."""
+        count, place = value.numel(), (value.dtype, value.device)
+        if count > POOL // 2:
+            return self._uniform(count, value).view(value.shape)
+        if place not in self.pools:
+            self.pools[place] = self._uniform(POOL, value)
+        start = int(torch.randint(POOL - count, (), generator=self.generator, device="cpu"))
+        return self.pools[place][start : start + count].view(value.shape)
+
+    def _uniform(self, count: int, value: Tensor) -> Tensor:
+        drawn = torch.rand(count, generator=self.generator, dtype=torch.float32, device="cpu")
+        return drawn.mul_(2).sub_(1).to(value.device, value.dtype)
+
+
+PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default))
 
 
 class FewRows(TorchDispatchMode):
@@ -197,7 +219,7 @@ class FewRows(TorchDispatchMode):
     ) -> Any:
         """Run an op; a product of two matrices, or of two batches of them, in pieces."""
         kwargs = kwargs or {}
-        if func not in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
+        if func not in PRODUCTS:
             return func(*args, **kwargs)
         a, b = args[-2:]
         rows, inner, columns = (self.pieces.get(n, 1) for n in (*a.shape[-2:], b.shape[-1]))
@@ -208,7 +230,9 @@ class FewRows(TorchDispatchMode):
             found = torch.cat([product(part, b) for part in a.tensor_split(rows, -2)], -2)
         elif inner > 1:
             parts = zip(a.tensor_split(inner, -1), b.tensor_split(inner, -2), strict=True)
-            found = functools.reduce(torch.add, (product(left, right) for left, right in parts))
+            found = product(*next(parts))
+            for left, right in parts:
+                found.addmm_(left, right) if a.dim() == 2 else found.baddbmm_(left, right)
         else:
             found = torch.cat([product(a, part) for part in b.tensor_split(columns, -1)], -1)
         return found + args[0] if len(args) == 3 else found
