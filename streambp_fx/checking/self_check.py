@@ -149,7 +149,7 @@ class _Check:
         self.facts: Facts = executor.facts
         real = self.executor.sizes(inputs)
         cut = Cut(self.facts, inputs, real, batch_size(self.facts))
-        self.choices = Choices(self.executor, cut, kind, self.fixed)
+        self.cut, self.choices = cut, Choices(self.executor, cut, kind, self.fixed)
         # Values that a step computes when they are read; a gradient may be refused where they are padding.
         self.lazy = frozenset(self.facts.lazy)
         self.dropped = self.lazy - self.executor.parts.lazy.keys()
@@ -231,13 +231,17 @@ class _Check:
         self, sizes: ShortSizes, given: list[Any], kind: StepKind | None
     ) -> list[Difference]:
         """What differs in a step of the same kind on other data, and of other sizes if there is one: nothing
-        that is kept of one step may be used in the next, and no size may be that of the first."""
-        every = self.choices.others(sizes, given) if kind is not None else ()
-        of_the_kind = ((s, values) for s, values in every if self.choices.kind_of(s, values) == kind)
-        sizes, others = next(of_the_kind, (sizes, None))
-        if others is None:
-            return []
+        that is kept of one step may be used in the next, and no size may be that of the first. What is kept
+        by size would be used in a second step of those sizes."""
         try:
+            other = self.choices.other_sizes(sizes) if kind is not None else None
+            if other is not None:
+                self._streamed(other, self.cut.to(other), self.lazy)
+            every = self.choices.others(sizes, given) if kind is not None else ()
+            of_the_kind = ((s, values) for s, values in every if self.choices.kind_of(s, values) == kind)
+            sizes, others = next(of_the_kind, (sizes, None))
+            if others is None:
+                return []
             expected, found = (
                 self._run(call, others, self.lazy) for call in (self.module, self._call(sizes))
             )

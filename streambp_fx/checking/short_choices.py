@@ -59,12 +59,17 @@ class Choices:
         seen if the last row that has one were the first of a chunk; labels may be those of the next row. So
         the last row is the first of a chunk in `first`, and the second here.
         """
-        other = sizes.another(self.cut.sequence, self.cut.batch)
-        if self._captured_for(other):
+        other = self.other_sizes(sizes)
+        if other is not None:
             for redraw, behind in ((True, None), (False, other.behind(2)), (False, None)):
                 yield other, self.varied(self.cut.turned(self.cut.to(other, redraw, behind), other))
         yield sizes, self.varied(self.cut.turned(self.cut.to(sizes, redraw=True), sizes))
         yield sizes, self.cut.turned(given, sizes)
+
+    def other_sizes(self, sizes: ShortSizes) -> ShortSizes | None:
+        """Those of the second step; None if the graph was not captured for them."""
+        other = sizes.another(self.cut.sequence, self.cut.batch)
+        return other if self._captured_for(other) else None
 
     def _ends(self, sizes: ShortSizes) -> tuple[int | None, ...]:
         """How many rows may lie behind the last that counts, the best first."""

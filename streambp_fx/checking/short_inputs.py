@@ -22,8 +22,6 @@ ROWS, CHUNK = 17, 8
 SAMPLES = 2
 # The same where some samples are not run to their end: such a one may lie between two that are.
 SAMPLES_LEFT_OUT = 3
-# A second short step has so many rows less.
-FEWER = 2
 # By how much a parameter is varied that is the same number everywhere.
 VARIED = 0.05
 # Rows behind a window, so that a whole chunk begins where the window does not reach the first row.
@@ -62,8 +60,12 @@ class ShortSizes:
         return max(0, self.rows - starts[len(starts) // 2] - own)
 
     def another(self, sequence: sympy.Symbol, batch: sympy.Symbol | None) -> ShortSizes:
-        """A few rows less and one sample more, where there are several of them."""
-        rows = self.rows - FEWER if self.rows > 2 * FEWER else self.rows
+        """The last chunk less and one sample more, where there are several of them.
+
+        The other chunks have the rows that they had: what is kept by the size of a chunk is used again.
+        """
+        last = split_rows(self.rows, self.chunk)[-1][0]
+        rows = last if last > 1 else max(2, self.rows - 2)
         samples = self.samples + 1 if self.samples is not None and self.samples > 1 else self.samples
         values = {**self.values, sequence: rows}
         if batch is not None and samples is not None:
