@@ -3,6 +3,7 @@
 python -m benchmarks.counted                                   # Qwen3-8B's shape, cut to 2 and 4 layers
 python -m benchmarks.counted --layers 2 --tokens 8192,16384 --chunk 2000 --save attention
 python -m benchmarks.counted --layers 2 --tokens 1000000 --offload disk    # what is kept lies elsewhere
+python -m benchmarks.counted --layers 2 --tokens 1000000 --offload disk --offload-rows    # all rows do
 
 The compiled step runs forward and backward as ever, on fake tensors: buffers are made and let go in the same
 order, and their bytes are counted op by op (`streambp_fx.measure.live_bytes`). Beside them stands what the
@@ -29,8 +30,10 @@ import streambp_fx
 from streambp_fx.measure.live_bytes import LiveBytes
 from streambp_fx.passes.graph.facts import expression
 from streambp_fx.runtime import executor as executors
+from streambp_fx.runtime import offload
 from streambp_fx.runtime.executor import Executor
 from streambp_fx.runtime.offload import Store, Stored
+from streambp_fx.runtime.segments import rows_elsewhere, segment_function
 from streambp_fx.runtime.segments.loss_head import LIMITS
 from streambp_fx.runtime.segments.questions_to_data import Questions
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
@@ -39,6 +42,9 @@ from streambp_fx.schedule import Schedule
 from .gpu_models import DENSE
 from .gpu_steps import make_model
 from .tables import MIB
+
+# A device that the model is not on; nothing is allocated on it.
+ELSEWHERE = "meta"
 
 
 class Elsewhere(Store):
@@ -75,7 +81,8 @@ def counted(schedule: Schedule, tokens: int) -> int:
         tokens: of the sequence.
     """
     executor = Executor(schedule.facts, schedule.options)
-    with FakeTensorMode() as mode, _without_data():
+    meter = LiveBytes()
+    with FakeTensorMode() as mode, _without_data(), _rows_elsewhere(mode, meter):
         executor.constants = {
             n: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v
             for n, v in executor.constants.items()
@@ -84,8 +91,9 @@ def counted(schedule: Schedule, tokens: int) -> int:
         inputs = [_input(schedule, n, sizes) for n in executor.placeholders]
         given = [t for t in inputs if isinstance(t, torch.Tensor)]
         known = [*given, *(t.grad for t in given if t.grad is not None)]
+        meter.ignore(known)
         _step(executor, inputs)  # traces the programs
-        with LiveBytes(known) as meter:
+        with meter:
             _step(executor, inputs)
     return meter.peak
 
@@ -129,6 +137,30 @@ def _without_data() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _rows_elsewhere(mode: FakeTensorMode, meter: LiveBytes) -> Iterator[None]:
+    """Within: rows elsewhere are tensors of another device, and do not count; those of a chunk do."""
+
+    def there(tensor: torch.Tensor) -> bool:
+        return tensor.device.type == ELSEWHERE
+
+    def empty(shape: Sequence[int], dtype: torch.dtype, place: str) -> torch.Tensor:
+        with _disable_current_modes(), mode:
+            found = torch.empty(tuple(shape), dtype=dtype, device=ELSEWHERE)
+        meter.ignore([found])
+        return found
+
+    with (
+        mock.patch.object(rows_elsewhere, "empty", empty),
+        mock.patch.object(rows_elsewhere, "is_elsewhere", there),
+        mock.patch.object(rows_elsewhere, "scale_", lambda tensor, factor: None),
+        mock.patch.object(rows_elsewhere, "_advise", lambda rows, advice: None),
+        mock.patch.object(segment_function, "is_elsewhere", there),
+        mock.patch.object(offload, "is_elsewhere", there),
+    ):
+        yield
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; prints the table in Markdown."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.counted", description=__doc__.split("\n")[0])
@@ -138,14 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=2000)
     parser.add_argument("--save", choices=("inputs", "attention"), default="inputs")
     parser.add_argument("--offload", choices=("none", "disk"), default="none")
+    parser.add_argument("--offload-rows", action="store_true")
+    parser.add_argument("--accumulate", choices=("float32", "weights"), default="float32")
     args = parser.parse_args(argv)
+    given = {name: getattr(args, name) for name in ("save", "offload", "offload_rows", "accumulate")}
     print("| layers | tokens | predicted, MiB | counted, MiB |\n|---|---|---|---|")
     for layers in args.layers:
         model = make_model({**DENSE, "num_hidden_layers": layers}, "meta", torch.bfloat16)
         for tokens in args.tokens:
-            schedule = streambp_fx.explain(
-                model, tokens, chunk=args.chunk, save=args.save, offload=args.offload
-            )
+            schedule = streambp_fx.explain(model, tokens, chunk=args.chunk, **given)
             predicted = schedule.cost.peak(schedule.cost.sizes(tokens)).total
             found = counted(schedule, tokens)
             share = f"{predicted / found - 1:+.2%}"

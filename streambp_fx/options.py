@@ -47,6 +47,9 @@ class Options:
         every: only every k-th layer keeps its inputs; those between are computed again first.
         offload: where what is kept lies between forward and backward: "none" (the device), "host" (host
             memory, for models on a GPU, with PyTorch 2.12 or later) or "disk".
+        offload_rows: with `offload`: the rows between layers, and their gradients, lie there all the time,
+            and come to the device chunk by chunk. What stays of all rows is what later rows read of the
+            layer that runs (keys and values). It needs one read and one write of them more a layer.
         order: "layers" (all chunks go through a layer before the next one begins), or "chunks" (a chunk goes
             through all layers before the next one begins; kept is then what later chunks read of each layer,
             such as keys and values, and not the rows between layers: less memory where that is less).
@@ -78,6 +81,7 @@ class Options:
     save: str | Saving = "inputs"
     every: int = 1
     offload: str = "none"
+    offload_rows: bool = False
     order: str = "layers"
     policy: str | None = None
     accumulate: str = "float32"
@@ -113,6 +117,10 @@ class Options:
             )
         if self.order == "chunks" and self.mesh is not None:
             raise ValueError('order="chunks" runs on one device: give it without a mesh')
+        if not isinstance(self.offload_rows, bool):
+            raise ValueError(f"offload_rows must be True or False, not {self.offload_rows!r}")
+        if self.offload_rows and (self.offload == "none" or self.mesh is not None):
+            raise ValueError('offload_rows=True goes with offload="host" or "disk", and without a mesh')
         _names_to_dims("seq_dim", self.seq_dim)
         if self.mesh is not None:
             _check_mesh(self.mesh, self.body)
@@ -131,7 +139,7 @@ class Options:
     @property
     def stored(self) -> Policy:
         """What is kept for the backward, and where."""
-        return Policy(self.save, self.every, self.offload, self.order)
+        return Policy(self.save, self.every, self.offload, self.order, self.offload_rows)
 
     def storing(self, policy: Policy) -> Options:
         """The same options with this policy."""
@@ -142,6 +150,7 @@ class Options:
             every=policy.every,
             offload=policy.offload,
             order=policy.order,
+            offload_rows=policy.offload_rows,
         )
 
     @property

@@ -265,6 +265,7 @@ def plan(
     save: str = "inputs",
     every: int = 1,
     offload: str = "none",
+    offload_rows: bool = False,
     order: str = "layers",
     policy: str = "given",
     gpus: int | None = None,
@@ -294,8 +295,9 @@ def plan(
         dtype: of the weights, for a model that is given by name.
         lora_rank: train LoRA adapters of this rank, for a model that is given by name.
         optimizer: one of `OPTIMIZERS`, whose states stay on the device.
-        save, every, offload, order, policy: the memory policy, see `Options`. With "auto" and a length: the
-            policy with the least work that fits; with "auto" and no length: that with the longest sequence.
+        save, every, offload, offload_rows, order, policy: the memory policy, see `Options`. With "auto" and a
+            length: the policy with the least work that fits; with "auto" and no length: that with the longest
+            sequence.
         gpus: how many devices share the model; None: there is one.
         gpu_memory: another name of `memory`.
         shard: how they share it: "ddp", "zero1", "zero2", "zero3" or "fsdp2".
@@ -324,7 +326,9 @@ def plan(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise PlanError(f"{name} must be an int of at least {least}, not {value!r}")
     try:
-        options = Options(save=save, every=every, offload=offload, order=order, policy=policy)
+        options = Options(
+            save=save, every=every, offload=offload, offload_rows=offload_rows, order=order, policy=policy
+        )
     except ValueError as error:
         raise PlanError(str(error)) from error
     if memory is not None and gpu_memory is not None:

@@ -32,8 +32,13 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live = self.peak = self.widest = 0
-        self._known: set[int] = {t.untyped_storage()._cdata for t in known}
+        self._known: set[int] = set()
+        self.ignore(known)
         self._sizes: dict[int, int] = {}
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors, of any shape and dtype, do not count either."""
+        self._known |= {t.untyped_storage()._cdata for t in tensors}
 
     def _freed(self, key: int) -> None:
         self.live -= self._sizes.pop(key)

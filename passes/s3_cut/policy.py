@@ -7,7 +7,8 @@ By default a segment keeps its streamed inputs and nothing else. Three choices c
              length.
     every    k: only every k-th segment keeps its inputs; those between are computed again, together, before
              their backward. Less memory, one forward more.
-    offload  "host" or "disk": what is kept lies there between forward and backward.
+    offload  "host" or "disk": what is kept lies there between forward and backward; with `offload_rows` the
+             rows between layers do all the time, see `s6_schedule.rows_elsewhere`.
 
 A fourth one changes the order, and with it what is kept at all: `order="chunks"`,
 see `s6_schedule.chunks_first`.
@@ -35,6 +36,8 @@ class Policy:
             each segment besides its inputs.
         every: only every k-th segment keeps its inputs.
         offload: "none", "host" or "disk".
+        offload_rows: with `offload`: rows between layers lie there as well while layers run, and come to the
+            device chunk by chunk.
         order: "layers" (all chunks go through a layer before the next layer begins), or "chunks" (a chunk
             goes through all layers before the next chunk begins).
     """
@@ -43,6 +46,7 @@ class Policy:
     every: int = 1
     offload: str = "none"
     order: str = "layers"
+    offload_rows: bool = False
 
     def saves(self, segment: Segment) -> tuple[Piece, ...]:
         """What is saved of which rows of a segment, besides its inputs."""
@@ -56,7 +60,7 @@ class Policy:
         where = {"none": "", "host": ", in host memory", "disk": ", on disk"}[self.offload]
         if self.order == "chunks":
             return "chunks first: store what later chunks read of each layer"
-        return f"store {what}{which}{where}"
+        return f"store {what}{which}{where}{', rows come by chunks' if self.offload_rows else ''}"
 
 
 def as_checked(policy: Policy, facts: Facts) -> Policy:
@@ -87,14 +91,17 @@ def candidates(policy: Policy, filled: bool = False, chunks_first: bool = False)
     """What `policy="auto"` tries, from the least work to the least memory.
 
     Args:
-        policy: its `offload` is where what is kept may go as well. A transfer beside the computation is
-            cheaper than computing again, and dearer than none.
+        policy: its `offload` is where what is kept may go as well, and with `offload_rows` the rows between
+            layers. A transfer beside the computation is cheaper than computing again, and dearer than none.
         filled: where inputs alone fit, the rest of the memory is filled up: what attention computes is among
             that, and is not tried on its own.
         chunks_first: the other order may be taken. Its work is little more than that of layers first.
     """
     places = dict.fromkeys(("none", policy.offload))
-    found = [Policy(save, 1, place) for place in places for save in ("attention", "inputs")]
+    saved = ("attention", "inputs")
+    found = [Policy(save, 1, place) for place in places for save in saved]
+    if policy.offload_rows:
+        found += [Policy(save, 1, policy.offload, offload_rows=True) for save in saved]
     again = [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
     return [*found[filled:], *([Policy(order="chunks")] if chunks_first else []), *again]
 
@@ -132,7 +139,7 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -
     layers = sum(bool(s.mixings) for s in group)
     if group[-1].mixings:
         return facts.trains(group[-1]) and layers < policy.every
-    again = not policy.saves(after) or policy.every > 1
+    again = (not policy.saves(after) and not policy.offload_rows) or policy.every > 1
     return len(group) == 1 and again and looks_up(facts, group[0]) and _is_there_again(facts, group[0])
 
 

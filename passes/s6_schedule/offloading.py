@@ -18,6 +18,7 @@ from .program import (
     unrolled,
 )
 from .program.values import DEVICE, Value, ValueKind
+from .rows_elsewhere import rows_elsewhere
 from .step_parts import StepParts
 
 
@@ -61,7 +62,7 @@ def moved(program: StepProgram) -> tuple[Value, ...]:
 
 def _leaving(program: StepProgram, keepers: list[StepInstruction]) -> list[tuple[Value, ...]]:
     """What each keeps, but for what a later one keeps as well."""
-    stay = {*program.given, *(v for i in program.prologue for v in i.results)}
+    stay = {*program.given, *(v for i in program.prologue for v in i.results), *rows_elsewhere(program)}
     read = {v for i in unrolled(program.backward) for v in i.inputs}
     found: list[tuple[Value, ...]] = []
     later: set[Value] = set()

@@ -137,6 +137,11 @@ class StepParts:
         place = self.policy.offload
         return place == "disk" or (place == "host" and not self.on_host)
 
+    @property
+    def moves_rows(self) -> bool:
+        """True if rows between layers leave the device as well, see NOTE [rows elsewhere]."""
+        return self.moves and self.policy.offload_rows
+
     def unchunked_form(self, segment: Segment) -> Subgraph:
         """A segment as a module that runs it unchunked."""
         if segment.index not in self._unchunked_forms:
@@ -152,8 +157,9 @@ def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[Segment
     """Identical segments share their programs."""
     found: list[SegmentPrograms | Subgraph] = []
     for segment in facts.segments:
-        by_rows = making.policy.order == "chunks" and looks_up(facts, segment)
-        if not segment.chunked or (segment.kind == "unchunked" and not by_rows):
+        by_rows = making.policy.order == "chunks" or making.policy.offload_rows
+        whole = segment.kind == "unchunked" and not (by_rows and looks_up(facts, segment))
+        if not segment.chunked or whole:
             found.append(_unchunked_form(facts, segment))
             continue
         key = (segment.signature, making.body, making.accumulate)

@@ -35,6 +35,7 @@ from .program import (
 )
 from .program.values import Value
 from .repeats import repeats
+from .rows_elsewhere import move_rows
 from .sharding import reduce_gradients, take_parameters
 from .step_parts import StepParts
 from .text import step_text
@@ -256,6 +257,13 @@ STEP_PASSES: tuple[StepPass, ...] = (
         _by_policy(overwrite_rows_of_loss),
         needs=("what is kept",),
         optional=True,
+    ),
+    Pass(
+        "move_rows",
+        "rows between layers, and their gradients, lie elsewhere and come to the device chunk by chunk",
+        _by_policy(move_rows),
+        needs=("what is kept",),
+        applies=lambda settings: settings.parts.moves_rows and not settings.several,
     ),
     Pass(
         "move_what_is_kept",

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from ..graph.facts import Segment
 from .instructions import (
+    DEVICE,
     AllGather,
     Allocate,
     Buffer,
@@ -108,7 +109,7 @@ class Builder:
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
         held = [b for b in self.outputs if b not in self.passing]
-        body: list[Instruction] = [Allocate(b, zero=self.way.left_out) for b in held]
+        body: list[Instruction] = [self._allocate(b, zero=self.way.left_out) for b in held]
         body += self._memory_of_states(self.states)
         filled, received = self.way.full or self.at_once, self.states if self.in_turn else ()
         body += self._fill_states("states", ()) if filled else map(Receive, received)
@@ -200,6 +201,12 @@ class Builder:
 
     # ---- parts
 
+    def _place(self, buffer: Buffer) -> str:
+        return self.way.place if buffer in self.way.elsewhere else DEVICE
+
+    def _allocate(self, buffer: Buffer, zero: bool) -> Allocate:
+        return Allocate(buffer, zero, self._place(buffer))
+
     def _given(self) -> tuple[Buffer, ...]:
         kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
         every = (b for kind in kinds for b in self.programs.buffers(kind))
@@ -264,10 +271,10 @@ class Builder:
             if buffer in self.passing:
                 continue
             taken = old.get(self._partner(kind, position)) if position == 0 or not self.lent else None
-            if taken is not None:
-                yield Overwrite(buffer, taken, zero=self.way.left_out)
+            if taken is not None and self._place(taken) == self._place(buffer):
+                yield Overwrite(buffer, taken, zero=self.way.left_out, place=self._place(buffer))
             else:
-                yield Allocate(buffer, zero=self.way.left_out and kind is BufferKind.COTANGENT)
+                yield self._allocate(buffer, zero=self.way.left_out and kind is BufferKind.COTANGENT)
 
     def _partner(self, kind: BufferKind, position: int) -> Node | None:
         if self.lent:

@@ -13,6 +13,9 @@ from torch.fx import Node
 
 from .saving import ALL, Price, Share
 
+#: Where something lies that is not sent away.
+DEVICE = "device"
+
 
 class BufferKind(Enum):
     """What a tensor is in the step of a segment; the value begins its name.
@@ -62,10 +65,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Memory for a buffer, with zeros or with anything."""
+    """Memory for a buffer, with zeros or with anything.
+
+    Attributes:
+        place: where it lies. What lies elsewhere comes to the device, and leaves it, by the rows of a chunk.
+    """
 
     buffer: Buffer
     zero: bool = False
+    place: str = DEVICE
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,15 @@ class Overwrite:
     """A buffer takes the memory of `old`, row by row, after the chunk has read them.
 
     Where somebody else may hold that memory it gets memory of its own, with zeros or with anything.
+
+    Attributes:
+        place: where both lie, as of `Allocate`.
     """
 
     buffer: Buffer
     old: Buffer
     zero: bool = False
+    place: str = DEVICE
 
 
 @dataclass(frozen=True)

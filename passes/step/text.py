@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from ..graph.facts import shape_of, sum_dtype, tensors_of
 from .instructions import (
+    DEVICE,
     AllGather,
     Allocate,
     Buffer,
@@ -133,7 +134,13 @@ def _allocate(instruction: Allocate) -> str:
     assert buffer.node is not None
     dtype = tensors_of(buffer.node)[0].dtype
     held = str(sum_dtype(dtype) if buffer.wide else dtype).removeprefix("torch.")
-    return f"allocate {buffer.name}: {held}[{', '.join(map(str, shape_of(buffer.node)))}]{filled}"
+    shape = ", ".join(map(str, shape_of(buffer.node)))
+    return f"allocate {buffer.name}: {held}[{shape}]{filled}{_place(instruction)}"
+
+
+def _place(instruction: Allocate | Overwrite) -> str:
+    words = {DEVICE: "", "host": ", in host memory"}
+    return words.get(instruction.place, f", on {instruction.place}")
 
 
 def _run(instruction: Run) -> str:
@@ -161,7 +168,7 @@ def _neighbour(buffer: Buffer, receives: bool) -> str:
 
 LINES: Mapping[type, Callable[[Any], str]] = {
     Allocate: _allocate,
-    Overwrite: lambda i: f"overwrite {i.old.name} with {i.buffer.name}",
+    Overwrite: lambda i: f"overwrite {i.old.name} with {i.buffer.name}{_place(i)}",
     Free: lambda i: f"free {i.buffer.name}",
     Chunks: _chunks,
     Run: _run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .instructions import Buffer
+from .instructions import DEVICE, Buffer
 from .saving import Piece
 
 
@@ -22,6 +22,9 @@ class Way:
         saves: what is kept of which rows for the backward, besides the inputs; nothing if it is empty.
         together: its loop runs together with those of its neighbours, see NOTE [chunks first]: rows that it
             takes from them, and hands to them, one chunk at a time. None: it runs by itself.
+        elsewhere: rows that lie in `place` and come to the device chunk by chunk, see
+            `s6_schedule.rows_elsewhere`.
+        place: "host" or "disk", if there are any.
         keeps_states: the states of recurrences are kept from the forward to the backward, see
             `s6_schedule.kept_states`.
     """
@@ -33,4 +36,6 @@ class Way:
     several: bool = False
     saves: tuple[Piece, ...] = ()
     together: frozenset[Buffer] | None = None
+    elsewhere: frozenset[Buffer] = frozenset()
+    place: str = DEVICE
     keeps_states: bool = False

@@ -11,7 +11,16 @@ from typing import Any
 
 from ..runtime.executor import Executor
 from ..runtime.step_kinds import StepKind
-from .short_inputs import SAMPLES, SAMPLES_LEFT_OUT, Cut, ShortSizes, candidates, varied, wanted_rows
+from .short_inputs import (
+    ROWS_LEFT_OUT,
+    SAMPLES,
+    SAMPLES_LEFT_OUT,
+    Cut,
+    ShortSizes,
+    candidates,
+    varied,
+    wanted_rows,
+)
 
 log = logging.getLogger(__name__)
 # Short sizes on which running the captured graph is tried.
@@ -111,7 +120,9 @@ class Choices:
     def _sizes(self) -> Iterator[ShortSizes]:
         """Short sizes that the graph was captured for."""
         wanted, chunks = wanted_rows(self.executor.facts), (self.kind.chunk, self.kind.loss_chunk)
-        several = SAMPLES_LEFT_OUT if self.kind.left_out else SAMPLES
+        several, wanted = (
+            (SAMPLES_LEFT_OUT, max(wanted, ROWS_LEFT_OUT)) if self.kind.left_out else (SAMPLES, wanted)
+        )
         every = candidates(self.cut.real, self.cut.sequence, self.cut.batch, wanted, chunks, several)
         return itertools.islice(filter(self._captured_for, every), TRIED)
 

@@ -20,8 +20,9 @@ from ..passes.step.row_chunks import split_rows
 ROWS, CHUNK = 17, 8
 # Sequences of the short batch, where the batch size is open.
 SAMPLES = 2
-# The same where some samples are not run to their end: such a one may lie between two that are.
-SAMPLES_LEFT_OUT = 3
+# The same, and rows, where some samples are not run to their end: such a one may lie between two that are,
+# and there are chunks that are run for all, for some and for none.
+SAMPLES_LEFT_OUT, ROWS_LEFT_OUT = 3, 25
 # By how much a parameter is varied that is the same number everywhere.
 VARIED = 0.05
 # Rows behind a window, so that a whole chunk begins where the window does not reach the first row.

@@ -27,7 +27,7 @@ class ExplainOptions:
         batch_size: sequences.
         chunk, loss_chunk: rows of a chunk; None: the default.
         dtype: of the weights.
-        save, every, offload, order: the memory policy, see `Options`.
+        save, every, offload, offload_rows, order: the memory policy, see `Options`.
         gpus, shard, wrap, reshard_after_forward: several devices, as for `plan`.
         html, plot: files to write, or None.
         code, dot, instructions: print the program, the graph of segments, the instructions of the step.
@@ -42,6 +42,7 @@ class ExplainOptions:
     save: str = "inputs"
     every: int = 1
     offload: str = "none"
+    offload_rows: bool = False
     order: str = "layers"
     gpus: int | None = None
     shard: str | None = None
@@ -70,7 +71,7 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     chunks = {"chunk": options.chunk, "loss_chunk": options.loss_chunk}
     given: dict[str, Any] = {k: v for k, v in chunks.items() if v is not None}
     given |= {"save": options.save, "every": options.every, "offload": options.offload}
-    given["order"] = options.order
+    given |= {"order": options.order, "offload_rows": options.offload_rows}
     if options != replace(options, gpus=None, shard=None, wrap="layers", reshard_after_forward=True):
         given |= {"gpus": options.gpus, "shard": options.shard, "wrap": options.wrap}
         given["reshard_after_forward"] = options.reshard_after_forward

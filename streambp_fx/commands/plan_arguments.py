@@ -83,7 +83,7 @@ def _plan(args: argparse.Namespace) -> int:
     sizes = {"chunk": args.chunk, "loss_chunk": args.loss_chunk, "batch_size": args.batch_size}
     weights = {"dtype": args.dtype, "optimizer": args.optimizer}
     stored = {"save": args.save, "every": args.every, "offload": args.offload, "policy": args.policy}
-    stored["order"] = args.order
+    stored |= {"order": args.order, "offload_rows": args.offload_rows}
     if args.published:
         names = ("model", "seq_len", "memory", "lora_rank", "gpus", "shard", "gpu", "flops")
         given = [n for n in names if getattr(args, n) is not None]

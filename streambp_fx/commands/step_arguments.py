@@ -57,6 +57,11 @@ def add_step_without_weights(
         "--offload", default="none", choices=CHOICES["offload"], help="where it lies meanwhile"
     )
     command.add_argument(
+        "--offload-rows",
+        action="store_true",
+        help="rows between layers lie there as well while layers run, and come by chunks",
+    )
+    command.add_argument(
         "--order", default="layers", choices=CHOICES["order"], help="what goes first: a layer, or a chunk"
     )
     several = command.add_argument_group("several devices, each with a batch of its own")

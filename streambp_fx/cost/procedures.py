@@ -12,6 +12,7 @@ from ..passes.s6_schedule.program.one_loop import HandOn, OneLoop
 from ..passes.s6_schedule.program.values import Value, ValueKind
 from ..passes.step.instructions import (
     BY_ROWS,
+    DEVICE,
     AllGather,
     Allocate,
     Buffer,
@@ -142,13 +143,13 @@ class ProcedureWalk:
         return runner
 
     def _allocate(self, instruction: Allocate, within: _Bound) -> Iterator[Moment]:
-        self._hold(instruction.buffer, within)
+        if instruction.place == DEVICE:
+            self._hold(instruction.buffer, within)
         yield from ()
 
     def _overwrite(self, instruction: Overwrite, within: _Bound) -> Iterator[Moment]:
         self.ledger.drop(within.key(instruction.old))
-        self._hold(instruction.buffer, within)
-        yield from ()
+        yield from self._allocate(Allocate(instruction.buffer, place=instruction.place), within)
 
     def _free(self, instruction: Free, within: _Bound) -> Iterator[Moment]:
         self.ledger.drop(within.key(instruction.buffer))
@@ -197,12 +198,18 @@ class ProcedureWalk:
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
             calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
-                now = {**held, cause: held.get(cause, 0) + call.peak}
+                now = {**held, cause: held.get(cause, 0) + call.peak + self._staged(run, within, call)}
                 work = call.work if runner.programs.in_turn else self.cost.share_of_work(call.work)
                 yield Moment(within.phase, segment.index, call.chunk, run.program, now, work)
                 if keeps:
                     self._save(within, self.cost.share(call.saved))
                     held = self.ledger.bytes()
+
+    def _staged(self, run: Run, within: _Bound, call: ChunkCost) -> Any:
+        """Bytes of the rows that a chunk reads and that lie elsewhere: they are there while it runs."""
+        elsewhere = within.call.way.elsewhere
+        rows = (b for b in run.inputs if b in elsewhere)
+        return sum(self.cost.bytes_of_rows(within.runner, b, self.sizes, call) for b in rows)
 
     def _exchange(self, instruction: AllGather | ReduceScatter, within: _Bound) -> Iterator[Moment]:
         """Rows are packed, one piece for each device; what comes or goes has the size of the whole."""

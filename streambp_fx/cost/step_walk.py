@@ -39,6 +39,7 @@ from ..passes.s6_schedule.program import (
     flat,
 )
 from ..passes.s6_schedule.program.values import Value, ValueKind
+from ..passes.s6_schedule.rows_elsewhere import rows_elsewhere
 from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, SUMMED, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts
@@ -57,6 +58,7 @@ class StepWalk(ProcedureWalk):
         super().__init__(cost, sizes)
         self.program, self.phase = program, "forward"
         self.elsewhere: dict[Any, tuple[str, Any]] = {}
+        self.by_chunks = rows_elsewhere(program)
         self.whole = set(cost.executor.parts.whole.outputs)
         self.leaves = {v.node for v in program.gradients}  # values of the caller's that have a gradient
         self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
@@ -95,7 +97,8 @@ class StepWalk(ProcedureWalk):
 
     def _call(self, call: Call) -> Iterator[Moment]:
         for value in call.inputs:  # gradients that the epilogue or the caller has made
-            if value.kind is ValueKind.GRADIENT and value not in self.ledger.held and shape_of(value.node):
+            known = value in self.ledger.held or value in self.by_chunks
+            if value.kind is ValueKind.GRADIENT and not known and shape_of(value.node):
                 self._hold_gradient(value)
         scaled = [v for v in call.inputs if v.kind is ValueKind.UNSCALED]
         for value, result in zip(scaled, call.results, strict=False):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..errors import OffloadError
 from ..versions.differences import offload_ops
+from .segments.rows_elsewhere import is_elsewhere
 
 
 class Stored:
@@ -82,7 +83,8 @@ class Store(ABC):
 
     def pack(self, tensor: Tensor) -> Resident | Stored:
         """What autograd keeps for a tensor of any shape and dtype: itself if it stays, else where it lies."""
-        if tensor.untyped_storage()._cdata in self.resident or not tensor.numel():
+        stays = tensor.untyped_storage()._cdata in self.resident or is_elsewhere(tensor)
+        if stays or not tensor.numel():
             return Resident(tensor, tensor._version)
         stored = Stored(len(self.groups) - 1, tensor)
         self.send(stored, tensor)

@@ -8,10 +8,10 @@ from enum import Enum
 import sympy
 from torch.fx import Node
 
+from ...step.instructions import DEVICE as DEVICE
+
 #: Who adds to a gradient besides segments.
 EPILOGUE, CALLER = -1, -2
-#: Where something lies that is kept for the backward.
-DEVICE = "device"
 #: Rows of a chunk, of a layer and of a loss head.
 CHUNK, LOSS_CHUNK = (sympy.Symbol(n, integer=True, positive=True) for n in ("chunk", "loss_chunk"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ...passes.graph.facts import tensors_of
 from ...passes.step.instructions import (
     BY_ROWS,
+    DEVICE,
     AllGather,
     Allocate,
     Buffer,
@@ -36,6 +37,7 @@ from ...passes.step.instructions import (
 )
 from ...passes.step.procedure import Procedure
 from ...passes.step.saving import is_within
+from . import rows_elsewhere
 from .own_rows import OwnRows
 from .segment_runner import SegmentRunner
 from .step_blocks import RowBlock, StepData
@@ -79,6 +81,11 @@ class Frame:
     block: RowBlock | None = None
     results: dict[Buffer, Any] = field(default_factory=dict)
     workspace: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the segment."""
+        return self.like.device
 
     def workspace_of(self, dtype: torch.dtype) -> Tensor:
         """A tensor of shape (0,) in this dtype, with the memory that the last chunk's had."""
@@ -126,11 +133,13 @@ def execute(instruction: Instruction, frame: Frame) -> None:
 
 def _allocate(instruction: Allocate, frame: Frame) -> None:
     buffer = instruction.buffer
-    frame.tensors[buffer] = _new(buffer, frame, instruction.zero)
+    frame.tensors[buffer] = _new(buffer, frame, instruction.zero, instruction.place)
 
 
-def _new(buffer: Buffer, frame: Frame, zero: bool) -> Tensor:
+def _new(buffer: Buffer, frame: Frame, zero: bool, place: str) -> Tensor:
     assert buffer.node is not None
+    if place != DEVICE:
+        return frame.runner.allocate_elsewhere(buffer.node, frame.step, place, zero)
     if buffer.by_chunk:
         chunks = len(frame.blocks(Over.RUN))
         return frame.runner.states_of_recurrence(buffer, chunks, frame.step, frame.like)
@@ -146,11 +155,12 @@ def _overwrite(instruction: Overwrite, frame: Frame) -> None:
     memory = frame.tensors[old]
     assert buffer.node is not None
     fits = memory.is_contiguous() and memory.dtype == tensors_of(buffer.node)[0].dtype
+    fits = fits and rows_elsewhere.is_elsewhere(memory) is (instruction.place != DEVICE)
     # a gradient may be held by whoever has asked for it; a streamed input of this kind is known not to be
     if fits and (old.kind is BufferKind.ROWS or frame.step.owned.take(memory)):
         frame.tensors[buffer] = memory
     else:
-        frame.tensors[buffer] = _new(buffer, frame, instruction.zero)
+        frame.tensors[buffer] = _new(buffer, frame, instruction.zero, instruction.place)
 
 
 def _free(instruction: Free, frame: Frame) -> None:
@@ -163,8 +173,12 @@ def _free(instruction: Free, frame: Frame) -> None:
 
 def _chunks(instruction: Chunks, frame: Frame) -> None:
     blocks = blocks_of(instruction, frame)
-    for frame.index, frame.block in reversed(blocks) if instruction.reverse else blocks:
+    order = blocks[::-1] if instruction.reverse else blocks
+    for place, (frame.index, frame.block) in enumerate(order):
         for inner in instruction.body:
+            if isinstance(inner, Run) and place + 1 < len(order):  # the next rows come while this chunk runs
+                for rows in _rows_elsewhere(inner, order[place + 1][1], frame):
+                    rows_elsewhere.ask_for(rows)
             execute(inner, frame)
 
 
@@ -179,8 +193,20 @@ def _run(instruction: Run, frame: Frame) -> None:
     block = frame.block.own() if instruction.own else frame.block
     kind, inputs = instruction.program, instruction.inputs
     found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs, instruction.price)
+    for rows in _rows_elsewhere(instruction, block, frame):
+        rows_elsewhere.give_back(rows)
     for buffer in instruction.results:
         frame.results[buffer] = found if buffer.kind is BufferKind.KEPT else found.pop(0)
+
+
+def _rows_elsewhere(instruction: Run, block: RowBlock, frame: Frame) -> Iterator[Tensor]:
+    """The rows of a chunk that a program reads and that do not lie on the device."""
+    runner = frame.runner
+    for buffer in instruction.inputs:
+        value = frame.tensors.get(buffer) if buffer.kind in BY_ROWS and buffer not in frame.passing else None
+        if value is not None and rows_elsewhere.is_elsewhere(value):
+            assert buffer.node is not None
+            yield runner.view(runner.twins[buffer.node], value, block, frame.step)
 
 
 def _write_rows(instruction: WriteRows, frame: Frame) -> None:
@@ -188,7 +214,8 @@ def _write_rows(instruction: WriteRows, frame: Frame) -> None:
     value = frame.results.pop(instruction.buffer).reshape(rows.shape)
     if _lies_otherwise(value, rows):
         value = value.clone()
-    rows.add_(value) if instruction.add else rows.copy_(value)
+    rows.add_(value.to(rows.device)) if instruction.add else rows.copy_(value)
+    rows_elsewhere.give_back(rows)
 
 
 def _roll(instruction: Roll, frame: Frame) -> None:
@@ -222,7 +249,8 @@ def _lies_otherwise(value: Tensor, rows: Tensor) -> bool:
 
 
 def _zero_rows(instruction: ZeroRows, frame: Frame) -> None:
-    _rows(instruction.buffer, frame).zero_()
+    rows = _rows(instruction.buffer, frame).zero_()
+    rows_elsewhere.give_back(rows)
 
 
 def _rows(buffer: Buffer, frame: Frame) -> Tensor:
@@ -243,7 +271,9 @@ def _normalize(instruction: Normalize, frame: Frame) -> None:
 
 def _scale(instruction: Scale, frame: Frame) -> None:
     assert frame.scale is not None
-    frame.tensors[instruction.buffer].mul_(frame.scale if frame.unit is None else frame.scale * frame.unit)
+    buffer, factor = frame.tensors[instruction.buffer], frame.scale
+    factor = factor if frame.unit is None else factor * frame.unit
+    rows_elsewhere.scale_(buffer, factor) if rows_elsewhere.is_elsewhere(buffer) else buffer.mul_(factor)
 
 
 def _round(instruction: Round, frame: Frame) -> None:

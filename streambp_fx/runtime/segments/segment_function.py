@@ -14,6 +14,7 @@ from ...passes.step.procedure import Procedure
 from .failures import refuse_other_backwards
 from .interpreter import Frame, prepare, run
 from .owned_buffers import as_it_is
+from .rows_elsewhere import is_elsewhere
 from .segment_runner import SegmentRunner
 from .step_blocks import StepData
 
@@ -111,7 +112,8 @@ def frame_of(
     kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
     buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
     held = dict(zip(buffers, (*tensors, *whole), strict=True))
-    return Frame(runner, step, held, tensors[0], lambda over: runner.blocks(step))
+    like = next((t for t in (*tensors, *whole) if not is_elsewhere(t)), tensors[0])
+    return Frame(runner, step, held, like, lambda over: runner.blocks(step))
 
 
 def zeros_like_output(buffer: Buffer, frame: Frame) -> Tensor:

@@ -22,6 +22,7 @@ from ...passes.s5_lower.programs import SegmentPrograms
 from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from ...passes.step.row_chunks import split_rows
 from ...passes.step.saving import Price
+from . import rows_elsewhere
 from .failures import compile_error
 from .own_rows import RowsOfValue
 from .round_sums import is_added, rounded
@@ -35,6 +36,10 @@ class Held(Protocol):
     kept: dict[int, list[Tensor]]
     passing: frozenset[Buffer]
     columns: dict[Buffer, tuple[int, int]]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the programs."""
 
     def workspace_of(self, dtype: torch.dtype) -> Tensor:
         """A tensor of shape (0,) in this dtype, with the memory that the last chunk's had."""
@@ -97,6 +102,15 @@ class SegmentRunner:
         dtype = tensors_of(node)[0].dtype
         make = torch.zeros if zero else torch.empty
         return make(shape, dtype=sum_dtype(dtype) if wide else dtype, device=like.device)
+
+    def allocate_elsewhere(self, node: Node, step: StepData, place: str, zero: bool) -> Tensor:
+        """A buffer that does not lie on the device, for a value, in its shape for this step and its dtype.
+
+        Raises:
+            OffloadError: there is no room.
+        """
+        found = rows_elsewhere.empty(self._shape(node, step, own=True), tensors_of(node)[0].dtype, place)
+        return found.zero_() if zero and place != "disk" else found
 
     def _shape(self, node: Node, step: StepData, own: bool) -> list[int]:
         shape = [step.resolve(s) for s in shape_of(node)]
@@ -263,7 +277,8 @@ class SegmentRunner:
                 node = self.twins[buffer.node]
                 value = self._samples_of(node, frame.tensors[buffer], block.part, step)
                 there = buffer in frame.columns  # no others are held
-                args.append(value if there else self.input(buffer, value, extent, own, index))
+                rows = value if there else self.input(buffer, value, extent, own, index)
+                args.append(rows if rows.device == frame.device else rows.to(frame.device, non_blocking=True))
         program = self.program(kind, extent, own, args, price)
         if program.workspace is not None:
             args.append(frame.workspace_of(program.workspace))

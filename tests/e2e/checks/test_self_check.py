@@ -765,7 +765,9 @@ def test_no_false_alarm(family: str, dtype: str, case: str) -> None:
         model(**CASES[case]()).loss.backward()
     found = checked(model)
     assert found.status == "agrees" and found.difference < DTYPES[dtype], str(found)
-    assert found.rows == min(17, CASES[case]()["input_ids"].shape[1]), str(found)
+    more = family == "gemma2" or (found.kind is not None and found.kind.left_out)  # than its window
+    wanted = 25 if more else 17
+    assert found.rows == min(wanted, CASES[case]()["input_ids"].shape[1]), str(found)
 
 
 @pytest.mark.parametrize("call", sample(["transform", "compile"], "transform"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from streambp_fx.passes.s6_schedule.transforms import STEP_PASSES, Scheduling, S
 # By pass and case: the parts of a step, and what else it is made with.
 Case = tuple[Callable[[], StepParts], dict[str, Any]]
 KEPT = frozenset(range(9))
+ROWS_ON_DISK = Policy(offload="disk", offload_rows=True)
 CASES: dict[str, dict[str, Case]] = {
     "keep_inputs_of_groups": {
         "every second of five layers": (lambda: parts(Policy(every=2)), {}),
@@ -51,6 +53,11 @@ CASES: dict[str, dict[str, Case]] = {
         "a layer and a head": (lambda: parts(count=1), {}),
         "logits that are computed when read": (lambda: parts(count=1, logits=True), {}),
         "two sweeps over the head": (lambda: parts(count=1, linear=False), {}),
+    },
+    "move_rows": {
+        "two layers": (lambda: parts(ROWS_ON_DISK, count=2), {}),
+        "rows that the caller is given": (lambda: parts(ROWS_ON_DISK, count=2, shown=True), {}),
+        "groups of layers": (lambda: parts(replace(ROWS_ON_DISK, every=2), count=4), {}),
     },
     "move_what_is_kept": {
         "inputs of layers": (lambda: parts(Policy(offload="disk"), count=2), {}),
@@ -89,7 +96,7 @@ CASES: dict[str, dict[str, Case]] = {
     },
 }
 # Those that change what is done within a segment.
-WITHIN = {"keep_states", "overwrite_rows_of_loss", "leave_out_rows", "share_rows"}
+WITHIN = {"move_rows", "keep_states", "overwrite_rows_of_loss", "leave_out_rows", "share_rows"}
 
 
 def changed_by(name: str, own: StepParts, **settings: Any) -> str:
