@@ -204,6 +204,13 @@ _ALL = (
     ),
     Mode("streamed-every-2", "streamed, every=2", "streamed", "", {"every": 2}),
     Mode("streamed-disk", 'streamed, offload="disk"', "streamed", "", {"offload": "disk"}),
+    Mode(
+        "streamed-disk-rows",
+        'streamed, offload="disk", rows by chunks',
+        "streamed",
+        "",
+        {"offload": "disk", "offload_rows": True},
+    ),
     Mode("streamed-host", 'streamed, offload="host"', "streamed", "", {"offload": "host"}, (_cuda,)),
     Mode(
         "streamed-flash",

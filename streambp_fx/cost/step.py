@@ -19,6 +19,8 @@ from ..passes.cost.program import largest
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.offloading import moved
+from ..passes.s6_schedule.program.values import ValueKind
+from ..passes.s6_schedule.rows_elsewhere import rows_elsewhere
 from ..passes.s6_schedule.program import StepProgram
 from ..passes.step.instructions import BufferKind
 from ..passes.step.procedure import Procedure
@@ -190,7 +192,8 @@ class StepCost(ProgramCosts):
         """Bytes that lie in host memory or on disk at the end of the forward."""
         program = self.step_of(sizes)
         walk = StepWalk(self, program, sizes)
-        return sum(walk.bytes_of(value) for value in moved(program))
+        by_chunks = (v for v in rows_elsewhere(program) if v.kind is ValueKind.CAPTURED)
+        return sum(walk.bytes_of(value) for value in (*moved(program), *by_chunks))
 
 
 def _without_max(total: sympy.Expr) -> list[sympy.Expr]:

@@ -64,7 +64,8 @@ def _left_out(options: Options) -> str:
         words = "a layer runs all chunks before the next one begins"
         return f" Nor does a chunk go\nthrough all layers at once: {words}."
     place = {"none": "", "host": "host memory", "disk": "disk"}[options.offload]
-    return f" Nor does it move to {place}\nwhat is kept for the backward." if place else ""
+    rows = ", and rows between layers" if options.offload_rows else ""
+    return f" Nor does it move to {place}\nwhat is kept for the backward{rows}." if place else ""
 
 
 def _section(title: str, texts: list[str]) -> list[str]:

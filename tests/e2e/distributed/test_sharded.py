@@ -15,6 +15,8 @@ OFTEN = [
     Case(transformed="before", batch="ragged", accumulate=2),
     Case("lora", "embedding_once", batch="ignored", options={"every": 2}),
 ]
+ROWS_ON_DISK = {"offload": "disk", "offload_rows": True}
+OPTIONS = ({"every": 2}, {"save": "attention"}, {"offload": "disk"}, ROWS_ON_DISK)
 SELDOM = [
     Case("tied", "ddp"),
     Case("experts", batch="padded"),
@@ -24,11 +26,12 @@ SELDOM = [
     *(Case(model) for model in ("tied", "window", "lora")),
     *(Case(batch=b) for b in ("ragged", "padded", "ignored")),
     *(Case("lora", batch=b, accumulate=2) for b in ("ragged", "ignored")),
-    *(Case(options=o) for o in ({"every": 2}, {"save": "attention"}, {"offload": "disk"})),
+    *(Case(options=o) for o in OPTIONS),
     Case(options={"logits": "keep"}),
     *(Case(options={"chunk": c}) for c in (3, 33)),
     Case(options={"chunk": "auto", "policy": "auto"}),
     Case(engine="embedding_once"),
+    *(Case(engine=e, options=ROWS_ON_DISK) for e in ("embedding_once", "root", "ddp")),
 ]
 
 

@@ -186,6 +186,8 @@ def test_predicted_peak(tokens: int) -> None:
     held = [sum(p.bytes.get(c, 0) for c in ("stored inputs", "hidden-state gradients")) for p in peaks]
     assert held[0] >= 2 * all_rows and held[1] == 0
     assert peaks[1].bytes["state"] == peaks[0].bytes["state"] > 0
+    there = found.cost.offloaded(found.cost.sizes(tokens))
+    assert there == 4 * all_rows, "of the embedding and of each layer"
 
 
 @pytest.mark.parametrize(
