@@ -16,6 +16,7 @@ from .buffer_states import BufferStates, Rows
 from .faults import Fault, place_of
 from .instructions import (
     BY_ROWS,
+    DEVICE,
     AllGather,
     Allocate,
     Buffer,
@@ -160,7 +161,14 @@ def _allocate(state: BufferStates, instruction: Allocate) -> None:
         state.need(Buffer(BufferKind.CONSTANT, buffer.node))  # whose memory layout it has
     if buffer.kind is BufferKind.STATE and buffer.by_chunk and not instruction.zero:
         raise Fault(f"{buffer.name} goes from chunk to chunk, and does not begin with zeros")
+    _lies_where_it_should(state, buffer, instruction.place)
     state.hold(buffer, Rows.ZERO if instruction.zero else Rows.ANYTHING)
+
+
+def _lies_where_it_should(state: BufferStates, buffer: Buffer, place: str) -> None:
+    way = state.signature.way
+    if place != (way.place if buffer in way.elsewhere else DEVICE):
+        raise Fault(f"{buffer.name} does not lie on {place}")
 
 
 def _overwrite(state: BufferStates, instruction: Overwrite) -> None:
@@ -172,6 +180,8 @@ def _overwrite(state: BufferStates, instruction: Overwrite) -> None:
         raise Fault(f"{old.name} may not be overwritten")
     if not _are_alike(new, old) or (old.kind is BufferKind.ROWS and old.node is not new.node):
         raise Fault(f"{old.name} has another form, or is another one's")
+    for buffer in (new, old):
+        _lies_where_it_should(state, buffer, instruction.place)
     state.hold(new, Rows.ANYTHING)
     state.lies_on[new] = old
     if instruction.zero:

@@ -19,9 +19,9 @@ from ..passes.cost.program import largest
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.offloading import moved
+from ..passes.s6_schedule.program import StepProgram
 from ..passes.s6_schedule.program.values import ValueKind
 from ..passes.s6_schedule.rows_elsewhere import rows_elsewhere
-from ..passes.s6_schedule.program import StepProgram
 from ..passes.step.instructions import BufferKind
 from ..passes.step.procedure import Procedure
 from ..runtime.executor import Executor

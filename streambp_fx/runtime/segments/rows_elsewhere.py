@@ -23,6 +23,8 @@ from ...errors import OffloadError
 
 # Elements of a tensor elsewhere that are changed at once.
 AT_ONCE = 1 << 22
+# This PyTorch is for GPUs, beside which host memory is pinned.
+HAS_GPUS = torch.version.cuda is not None or torch.version.hip is not None
 # By address of its first element: the file of a tensor that lies in one.
 _files: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
@@ -41,7 +43,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, place: str) -> Tensor:
     """
     size = math.prod(shape) * dtype.itemsize
     if place != "disk" or not size:
-        pinned = torch.cuda.is_available() and size > 0
+        pinned = HAS_GPUS and torch.cuda.is_available() and size > 0
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
@@ -59,7 +61,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, place: str) -> Tensor:
 def is_elsewhere(tensor: Tensor) -> bool:
     """True for a tensor, of any shape and dtype, that `empty` has made, and its views: on disk, or in pinned
     host memory."""
-    return _file_of(tensor) is not None or (tensor.device.type == "cpu" and tensor.is_pinned())
+    if tensor.device.type != "cpu":
+        return False
+    return _file_of(tensor) is not None or (HAS_GPUS and tensor.is_pinned())
 
 
 def give_back(rows: Tensor) -> None:
@@ -83,7 +87,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
 
 
 def _file_of(tensor: Tensor) -> mmap.mmap | None:
-    if tensor.device.type != "cpu" or not _files:
+    if not _files:
         return None
     return _files.get(tensor.untyped_storage().data_ptr())
 

@@ -247,8 +247,8 @@ def pooled(patch: pytest.MonkeyPatch) -> None:
     """The memory of a sum of gradients is used again in the next step."""
     own, held = interpreter._new, {}
 
-    def new(buffer: Any, frame: Any, zero: bool) -> Tensor:
-        made = own(buffer, frame, zero)
+    def new(buffer: Any, frame: Any, zero: bool, place: str) -> Tensor:
+        made = own(buffer, frame, zero, place)
         if buffer.kind is not BufferKind.SUM:
             return made
         return held.setdefault((id(frame.runner), made.shape, buffer), made).detach().zero_()

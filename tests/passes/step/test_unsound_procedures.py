@@ -97,6 +97,16 @@ class Unknown:
 BROKEN: dict[str, tuple[str, Edit, str]] = {
     "inputs in another order": ("forward", runs("forward", inputs=lambda r: r.inputs[::-1]), "program reads"),
     "another program": ("forward", runs("forward", program="joint"), "no program for a forward"),
+    "rows on disk": (
+        "forward",
+        put(lambda i: isinstance(i, Allocate) and i.buffer.kind is BufferKind.OUTPUT, place="disk"),
+        "does not lie on disk",
+    ),
+    "gradients on disk over rows that are not": (
+        "backward, overwriting",
+        put(Overwrite, place="disk"),
+        "does not lie on disk",
+    ),
     "no such program": ("forward", runs("forward", program="nonsense"), "'nonsense' is no program"),
     "a joint that reads its own columns alone": ("backward", runs("joint", own=True), "own rows alone"),
     "states from more than their own columns": ("backward", runs("states", own=False), "own rows alone"),
