@@ -90,6 +90,17 @@ def exact_and_streamed_whole(family: str, batches: Mapping[str, Any], **options:
     return streamed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next", "falcon_h1"]
+)
+def test_rows_between_layers_on_disk(family: str) -> None:
+    """Of experts, sinks, latents and recurrences as of any segment."""
+    streamed = exact_and_streamed_whole(family, BATCHES, offload="disk", offload_rows=True)
+    text = str(streambp_fx.schedule(streamed).program)
+    assert text.count(", on disk\n") >= 4, text
+
+
 # Attentions of which the difference is taken, and an attention beside a recurrence.
 BESIDE = [("diffllama", "sdpa", True), ("falcon_h1", "sdpa", True), ("falcon_h1", "eager", False)]
 
