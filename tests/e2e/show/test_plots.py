@@ -160,7 +160,7 @@ def test_the_command_line(
     ]
     assert main(["explain", config, *sizes, "--html", str(page), "--plot", str(picture), "--dot"]) == 0
     shown = capsys.readouterr().out
-    policy = {"save": "inputs", "every": 1, "offload": "none", "order": "layers"}
+    policy = {"save": "inputs", "every": 1, "offload": "none", "order": "layers", "offload_rows": False}
     assert asked == [("LlamaForCausalLM", (200, 2), {"chunk": 32, "loss_chunk": 16, **policy})]
     assert f"wrote {page}\nwrote {picture}\ndigraph" in shown and "Schedule of" not in shown
     text = page.read_text()
