@@ -30,10 +30,9 @@ import streambp_fx
 from streambp_fx.measure.live_bytes import LiveBytes
 from streambp_fx.passes.graph.facts import expression
 from streambp_fx.runtime import executor as executors
-from streambp_fx.runtime import offload
 from streambp_fx.runtime.executor import Executor
 from streambp_fx.runtime.offload import Store, Stored
-from streambp_fx.runtime.segments import rows_elsewhere, segment_function
+from streambp_fx.runtime.segments import rows_elsewhere
 from streambp_fx.runtime.segments.loss_head import LIMITS
 from streambp_fx.runtime.segments.questions_to_data import Questions
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
@@ -144,7 +143,7 @@ def _rows_elsewhere(mode: FakeTensorMode, meter: LiveBytes) -> Iterator[None]:
     def there(tensor: torch.Tensor) -> bool:
         return tensor.device.type == ELSEWHERE
 
-    def empty(shape: Sequence[int], dtype: torch.dtype, place: str) -> torch.Tensor:
+    def empty(shape: Sequence[int], dtype: torch.dtype, place: str, zero: bool = False) -> torch.Tensor:
         with _disable_current_modes(), mode:
             found = torch.empty(tuple(shape), dtype=dtype, device=ELSEWHERE)
         meter.ignore([found])
@@ -155,8 +154,6 @@ def _rows_elsewhere(mode: FakeTensorMode, meter: LiveBytes) -> Iterator[None]:
         mock.patch.object(rows_elsewhere, "is_elsewhere", there),
         mock.patch.object(rows_elsewhere, "scale_", lambda tensor, factor: None),
         mock.patch.object(rows_elsewhere, "_advise", lambda rows, advice: None),
-        mock.patch.object(segment_function, "is_elsewhere", there),
-        mock.patch.object(offload, "is_elsewhere", there),
     ):
         yield
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import OffloadError
 from ..versions.differences import offload_ops
-from .segments.rows_elsewhere import is_elsewhere
+from .segments import rows_elsewhere
 
 
 class Stored:
@@ -83,7 +83,7 @@ class Store(ABC):
 
     def pack(self, tensor: Tensor) -> Resident | Stored:
         """What autograd keeps for a tensor of any shape and dtype: itself if it stays, else where it lies."""
-        stays = tensor.untyped_storage()._cdata in self.resident or is_elsewhere(tensor)
+        stays = tensor.untyped_storage()._cdata in self.resident or rows_elsewhere.is_elsewhere(tensor)
         if stays or not tensor.numel():
             return Resident(tensor, tensor._version)
         stored = Stored(len(self.groups) - 1, tensor)

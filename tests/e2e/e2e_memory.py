@@ -1,4 +1,4 @@
-"""Live tensor bytes of steps, and their work."""
+"""Live tensor bytes of steps, their work, and batches for ways to hold less."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from e2e_models import padded, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from streambp_fx.measure.live_bytes import LiveBytes
+
+# For each way to hold less: several chunks with an odd tail, one chunk, less than one, padding on both sides.
+BATCHES = {
+    "T=67": plain(2, 67),
+    "one chunk": plain(2, 16),
+    "T=3": plain(2, 3),
+    "padded": padded(67, "left"),
+    "padded right": padded(50, "right"),
+}
 
 
 def measure(run: Callable[[], Any], known: Any = ()) -> LiveBytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,12 +174,15 @@ def _free(instruction: Free, frame: Frame) -> None:
 def _chunks(instruction: Chunks, frame: Frame) -> None:
     blocks = blocks_of(instruction, frame)
     order = blocks[::-1] if instruction.reverse else blocks
+    elsewhere = _read_elsewhere(instruction, frame)
     for place, (frame.index, frame.block) in enumerate(order):
+        for _, following in order[place + 1 : place + 2] if elsewhere else ():  # its rows come meanwhile
+            for buffer in elsewhere:
+                rows_elsewhere.ask_for(_rows(buffer, frame, following))
         for inner in instruction.body:
-            if isinstance(inner, Run) and place + 1 < len(order):  # the next rows come while this chunk runs
-                for rows in _rows_elsewhere(inner, order[place + 1][1], frame):
-                    rows_elsewhere.ask_for(rows)
             execute(inner, frame)
+        for buffer in elsewhere:
+            rows_elsewhere.give_back(_rows(buffer, frame, frame.block))
 
 
 def blocks_of(loop: Chunks, frame: Frame) -> list[tuple[int, RowBlock]]:
@@ -193,24 +196,19 @@ def _run(instruction: Run, frame: Frame) -> None:
     block = frame.block.own() if instruction.own else frame.block
     kind, inputs = instruction.program, instruction.inputs
     found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs, instruction.price)
-    for rows in _rows_elsewhere(instruction, block, frame):
-        rows_elsewhere.give_back(rows)
     for buffer in instruction.results:
         frame.results[buffer] = found if buffer.kind is BufferKind.KEPT else found.pop(0)
 
 
-def _rows_elsewhere(instruction: Run, block: RowBlock, frame: Frame) -> Iterator[Tensor]:
-    """The rows of a chunk that a program reads and that do not lie on the device."""
-    runner = frame.runner
-    for buffer in instruction.inputs:
-        value = frame.tensors.get(buffer) if buffer.kind in BY_ROWS and buffer not in frame.passing else None
-        if value is not None and rows_elsewhere.is_elsewhere(value):
-            assert buffer.node is not None
-            yield runner.view(runner.twins[buffer.node], value, block, frame.step)
+def _read_elsewhere(loop: Chunks, frame: Frame) -> list[Buffer]:
+    """What the programs of a loop read by rows and does not lie on the device."""
+    read = (b for inner in loop.body if isinstance(inner, Run) for b in inner.inputs if b.kind in BY_ROWS)
+    there = (b for b in dict.fromkeys(read) if b in frame.tensors and b not in frame.passing)
+    return [b for b in there if rows_elsewhere.is_elsewhere(frame.tensors[b])]
 
 
 def _write_rows(instruction: WriteRows, frame: Frame) -> None:
-    rows = _rows(instruction.buffer, frame)
+    rows = _rows(instruction.buffer, frame, frame.block)
     value = frame.results.pop(instruction.buffer).reshape(rows.shape)
     if _lies_otherwise(value, rows):
         value = value.clone()
@@ -249,14 +247,14 @@ def _lies_otherwise(value: Tensor, rows: Tensor) -> bool:
 
 
 def _zero_rows(instruction: ZeroRows, frame: Frame) -> None:
-    rows = _rows(instruction.buffer, frame).zero_()
+    rows = _rows(instruction.buffer, frame, frame.block).zero_()
     rows_elsewhere.give_back(rows)
 
 
-def _rows(buffer: Buffer, frame: Frame) -> Tensor:
-    """The rows of the chunk that is run, as a view."""
-    assert buffer.node is not None and frame.block is not None
-    return frame.runner.view(frame.runner.twins[buffer.node], frame.tensors[buffer], frame.block, frame.step)
+def _rows(buffer: Buffer, frame: Frame, block: RowBlock | None) -> Tensor:
+    """The rows of a chunk, as a view."""
+    assert buffer.node is not None and block is not None
+    return frame.runner.view(frame.runner.twins[buffer.node], frame.tensors[buffer], block, frame.step)
 
 
 def _keep(instruction: Keep, frame: Frame) -> None:

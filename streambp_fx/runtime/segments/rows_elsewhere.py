@@ -29,11 +29,12 @@ HAS_GPUS = torch.version.cuda is not None or torch.version.hip is not None
 _files: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, place: str) -> Tensor:
-    """A tensor of any shape and dtype that lies elsewhere; in a file it is zero, else it is anything.
+def empty(shape: Sequence[int], dtype: torch.dtype, place: str, zero: bool = False) -> Tensor:
+    """A tensor of any shape and dtype that lies elsewhere.
 
     Args:
         place: "disk", or "host" for a model on a GPU.
+        zero: it begins with zeros, as a new file does anyway.
 
     Returns:
         A tensor of the CPU, contiguous.
@@ -44,7 +45,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, place: str) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if place != "disk" or not size:
         pinned = HAS_GPUS and torch.cuda.is_available() and size > 0
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+        make = torch.zeros if zero else torch.empty
+        return make(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
             os.posix_fallocate(file.fileno(), 0, size)  # without room a write to the memory would be fatal

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...passes.step.instructions import Buffer, BufferKind
 from ...passes.step.procedure import Procedure
+from . import rows_elsewhere
 from .failures import refuse_other_backwards
 from .interpreter import Frame, prepare, run
 from .owned_buffers import as_it_is
-from .rows_elsewhere import is_elsewhere
 from .segment_runner import SegmentRunner
 from .step_blocks import StepData
 
@@ -112,7 +112,7 @@ def frame_of(
     kinds = (BufferKind.ROWS, BufferKind.CONSTANT, BufferKind.WHOLE)
     buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
     held = dict(zip(buffers, (*tensors, *whole), strict=True))
-    like = next((t for t in (*tensors, *whole) if not is_elsewhere(t)), tensors[0])
+    like = next((t for t in (*tensors, *whole) if not rows_elsewhere.is_elsewhere(t)), tensors[0])
     return Frame(runner, step, held, like, lambda over: runner.blocks(step))
 
 

@@ -109,8 +109,8 @@ class SegmentRunner:
         Raises:
             OffloadError: there is no room.
         """
-        found = rows_elsewhere.empty(self._shape(node, step, own=True), tensors_of(node)[0].dtype, place)
-        return found.zero_() if zero and place != "disk" else found
+        shape, dtype = self._shape(node, step, own=True), tensors_of(node)[0].dtype
+        return rows_elsewhere.empty(shape, dtype, place, zero)
 
     def _shape(self, node: Node, step: StepData, own: bool) -> list[int]:
         shape = [step.resolve(s) for s in shape_of(node)]
@@ -277,8 +277,10 @@ class SegmentRunner:
                 node = self.twins[buffer.node]
                 value = self._samples_of(node, frame.tensors[buffer], block.part, step)
                 there = buffer in frame.columns  # no others are held
-                rows = value if there else self.input(buffer, value, extent, own, index)
-                args.append(rows if rows.device == frame.device else rows.to(frame.device, non_blocking=True))
+                given = value if there else self.input(buffer, value, extent, own, index)
+                if buffer.kind in BY_ROWS and given.device != frame.device:
+                    given = given.to(frame.device, non_blocking=True)
+                args.append(given)
         program = self.program(kind, extent, own, args, price)
         if program.workspace is not None:
             args.append(frame.workspace_of(program.workspace))

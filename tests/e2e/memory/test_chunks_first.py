@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import assert_all_chunked, check_exact, compare, in_double, step, transform
-from e2e_memory import live
-from e2e_models import DEVICE, build, padded, perturb, plain, sample, true_double
+from e2e_memory import BATCHES, live
+from e2e_models import DEVICE, build, perturb, plain, sample, true_double
 from peft import LoraConfig, get_peft_model
 from test_architectures import batch, model_of
 from test_saving import ARCHITECTURES, EAGER, FAMILIES, WIDE
@@ -19,14 +19,6 @@ from test_saving import ARCHITECTURES, EAGER, FAMILIES, WIDE
 import streambp_fx
 from benchmarks.families.worker import PADS, plain_experts
 from streambp_fx.passes.s6_schedule.program import ChunksFirst, unrolled
-
-BATCHES = {
-    "T=67": plain(2, 67),
-    "one chunk": plain(2, 16),
-    "T=3": plain(2, 3),
-    "padded": padded(67, "left"),
-    "padded right": padded(50, "right"),
-}
 
 
 def loops_of(model: Any) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from e2e_check import check_exact, compare, in_double, pair, step
-from e2e_memory import live
+from e2e_memory import BATCHES, live
 from e2e_models import build, padded, plain, sample
 
 import streambp_fx
@@ -27,13 +27,6 @@ pytestmark = [
 ]
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 2048}
-BATCHES = {
-    "T=67": plain(2, 67),
-    "one chunk": plain(2, 16),
-    "T=3": plain(2, 3),
-    "padded": padded(67, "left"),
-    "padded right": padded(50, "right"),
-}
 POLICIES: dict[str, dict[str, Any]] = {
     "attention": {"save": "attention"},
     "every 2": {"every": 2},

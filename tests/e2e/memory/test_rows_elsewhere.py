@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from e2e_check import assert_all_chunked, assert_close_grads, check_exact, grads, in_double, pair, step
-from e2e_models import build, padded, plain, sample
+from e2e_memory import BATCHES
+from e2e_models import build, plain, sample
 from torch import Tensor, nn
 
 import streambp_fx
@@ -20,13 +21,6 @@ from streambp_fx.passes.s6_schedule.rows_elsewhere import rows_elsewhere as valu
 from streambp_fx.runtime.segments import rows_elsewhere
 
 ON_DISK: dict[str, Any] = {"offload": "disk", "offload_rows": True}
-BATCHES = {
-    "T=67": plain(2, 67),
-    "one chunk": plain(2, 16),
-    "T=3": plain(2, 3),
-    "padded": padded(67, "left"),
-    "padded right": padded(50, "right"),
-}
 FAMILIES = ["llama", "gpt2", "gemma3_text", "falcon", "opt", "bloom", "falcon_alibi", "qwen3_tied"]
 
 
