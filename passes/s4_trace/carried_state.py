@@ -184,7 +184,13 @@ def grouped_columns(node: Node) -> Grouped | None:
 
 
 class StateReader:
-    """How a chunk program reads its states. Subclasses differ in what backward does."""
+    """How a chunk program reads its states. Subclasses differ in what backward does.
+
+    Attributes:
+        pieces: how many parts of a causal prefix are differentiated one after the other.
+    """
+
+    pieces = 1
 
     def columns(self, state: State, own: Tensor) -> Tensor:
         """The columns of a state: `ranges.columns` entries in its dim, the chunk's own rows among them.

@@ -242,7 +242,7 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     kernel = None if in_place is None else choose(query, in_place[2], in_place[3], mask)
     if in_place is not None and kernel is not None:
         bias = kernel.bias(mask, query, in_place[2])
-        extra = (run.ranges.prefix, causal, call["scale"])
+        extra = (run.ranges.prefix, causal, call["scale"], run.reader.pieces)
         return PrefixAttention.apply(query, *in_place, bias, kernel, *extra)[0]
     key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
     kernel = choose(query, key, value, mask) if call["dropout_p"] == 0.0 else None

@@ -121,14 +121,20 @@ class PrefixAttention(torch.autograd.Function):
         prefix: int,
         causal: bool,
         scale: float | None,
+        pieces: int,
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, as of `attend`; the own rows already lie in `key` and `value`."""
+        """Output and log-sum-exp, as of `attend`; the own rows already lie in `key` and `value`.
+
+        `pieces` is how many parts of the prefix are differentiated one after the other, see
+        NOTE [prefix in pieces].
+        """
         return attend(kernel, query, key, value, bias, prefix, causal, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         """Save the operands, the output and the log-sum-exp; keep the gradient buffers."""
-        query, _, _, key, value, *ctx.gradients, bias, ctx.kernel, ctx.prefix, ctx.causal, ctx.scale = inputs
+        query, _, _, key, value, *ctx.gradients, bias = inputs[:10]
+        ctx.kernel, ctx.prefix, ctx.causal, ctx.scale, ctx.pieces = inputs[10:]
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(query, key, value, *output, bias)
 
@@ -143,8 +149,7 @@ class PrefixAttention(torch.autograd.Function):
         rows = query.shape[2]
         if ctx.causal:
             blocks = [(ctx.prefix, rows, True)]
-            if not (isinstance(ctx.prefix, int) and ctx.prefix == 0):
-                blocks.append((0, ctx.prefix, False))
+            blocks += [(*piece, False) for piece in _pieces(ctx.prefix, ctx.pieces)]
         else:
             blocks = [(0, key.shape[2], False)]
         grad_query = None
@@ -159,7 +164,24 @@ class PrefixAttention(torch.autograd.Function):
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)
         own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
-        return (grad_query, *own, *(None,) * 11)
+        return (grad_query, *own, *(None,) * 12)
+
+
+def _pieces(prefix: Any, pieces: int) -> list[tuple[Any, Any]]:
+    """First column and length of each piece of the prefix; the last takes what is left over.
+
+    NOTE [prefix in pieces]: the kernels return the gradients of keys and values whole, before they are added
+    to the sums: as many bytes again as the keys and values themselves. Where the states of one layer are the
+    peak, because rows lie elsewhere, a quarter of them at a time is differentiated. Elsewhere the peak lies
+    in other places, and more kernels would only take time.
+    """
+    if isinstance(prefix, int) and prefix == 0:
+        return []
+    if pieces == 1 or prefix < pieces:
+        return [(0, prefix)]
+    length = prefix // pieces
+    starts = [k * length for k in range(pieces)]
+    return [*((s, length) for s in starts[:-1]), (starts[-1], prefix - starts[-1])]
 
 
 def attend_plainly(

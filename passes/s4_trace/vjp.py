@@ -40,6 +40,7 @@ class Differentiable(Protocol):
         facts, segment: the graph, and the part of it.
         states: what later chunks read, by node.
         diff_rows, diff_constants, diff_outputs: inputs by rows, others, and outputs that have a gradient.
+        pieces: how many parts of a causal prefix are differentiated one after the other.
     """
 
     facts: Facts
@@ -48,6 +49,7 @@ class Differentiable(Protocol):
     diff_rows: list[Node]
     diff_constants: list[Node]
     diff_outputs: list[Node]
+    pieces: int
 
     def slots(self, kind: str) -> Slots:
         """What goes into a program of a kind, in order."""
@@ -99,8 +101,10 @@ class Columns(StateReader):
 class DifferentiatedColumns(StateReader):
     """Causal: own rows are written; reads add to the gradient buffer and return the finished own rows."""
 
-    def __init__(self, buffers: dict[Node, Tensor], grads: dict[Node, Tensor], ranges: Ranges) -> None:
-        self.buffers, self.grads, self.ranges = buffers, grads, ranges
+    def __init__(
+        self, buffers: dict[Node, Tensor], grads: dict[Node, Tensor], ranges: Ranges, pieces: int
+    ) -> None:
+        self.buffers, self.grads, self.ranges, self.pieces = buffers, grads, ranges, pieces
 
     def columns(self, state: State, own: Tensor) -> Tensor:
         """The buffer of the state, with the own rows written; its backward is that of `StateRead`."""
@@ -221,7 +225,7 @@ def _joint(
             columns = primals[len(wanted) :]
             reader: StateReader = LeafColumns(dict(zip(leaves, columns, strict=True)), given.ranges)
         else:
-            reader = DifferentiatedColumns(states, gradients, given.ranges)
+            reader = DifferentiatedColumns(states, gradients, given.ranges, owner.pieces)
         values = evaluated(program, given.bindings(owner.facts, named), given.ranges, reader, given.seed)
         by_node = dict(zip(program.targets, values, strict=True))
         return tuple(by_node[n] for n in owner.diff_outputs), values

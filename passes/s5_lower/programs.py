@@ -64,8 +64,9 @@ class SegmentPrograms:
         segment: Segment,
         body: str = "eager",
         accumulate: str = "float32",
+        pieces: int = 1,
     ) -> None:
-        self.facts, self.segment, self.body = facts, segment, body
+        self.facts, self.segment, self.body, self.pieces = facts, segment, body, pieces
         self.wide = accumulate == "float32"
         self.traces: dict[tuple, list[Trace]] = {}
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states

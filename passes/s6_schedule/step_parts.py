@@ -15,8 +15,10 @@ from ..s2_prove.linear_loss import is_linear
 from ..s3_cut.policy import Policy, looks_up
 from ..s5_lower.programs import SegmentPrograms
 
-# By signature of the segment, body, and the dtype of sums.
-Programs = dict[tuple[str, str, str], SegmentPrograms]
+# By signature of the segment, body, the dtype of sums, and pieces of a prefix.
+Programs = dict[tuple[str, str, str, int], SegmentPrograms]
+#: In how many pieces a prefix is differentiated where rows lie elsewhere, see NOTE [prefix in pieces].
+PIECES = 4
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[Segment
         if not segment.chunked or whole:
             found.append(_unchunked_form(facts, segment))
             continue
-        key = (segment.signature, making.body, making.accumulate)
+        pieces = PIECES if making.policy.offload_rows else 1
+        key = (segment.signature, making.body, making.accumulate, pieces)
         if key not in shared:
             shared[key] = SegmentPrograms(facts, segment, *key[1:])
         found.append(shared[key])

@@ -147,10 +147,13 @@ def test_which_kernel_on_which_device(
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "pieces"), [(False, 1), (False, 4), (True, 1)])
 @pytest.mark.usefixtures("cuda_ops")
-def test_blocks_are_one_attention(name: str, masked: bool) -> None:
-    """Merged over a prefix, or under a mask in which a row reads nothing; against products and a softmax."""
+def test_blocks_are_one_attention(name: str, masked: bool, pieces: int) -> None:
+    """Merged over a prefix, or under a mask in which a row reads nothing; against products and a softmax.
+
+    The prefix of 30 columns is differentiated at once, or in pieces of 7, 7, 7 and 9.
+    """
     kernel = KERNELS[name][-1]
     if masked and isinstance(kernel, attention_kernels.CudaFlash | attention_kernels.CudaCudnn):
         return
@@ -169,7 +172,7 @@ def test_blocks_are_one_attention(name: str, masked: bool) -> None:
     gradient = torch.randn(expected.shape)
     wanted = torch.autograd.grad(expected, leaves, gradient)
     query.requires_grad_()
-    fixed = (bias, kernel, prefix, not masked, 0.3)
+    fixed = (bias, kernel, prefix, not masked, 0.3, pieces)
     out, lse = prefix_attention.PrefixAttention.apply(query, *own, key, value, *sums, *sums, *fixed)
     (found,) = torch.autograd.grad(out, [query], gradient)
     assert lse.shape == query.shape[:3]

@@ -184,6 +184,17 @@ def test_predicted_peak(tokens: int) -> None:
     assert there == 4 * all_rows, "of the embedding and of each layer"
 
 
+def test_a_prefix_is_differentiated_in_pieces() -> None:
+    """A chunk's gradients of keys and values are never as large as all of them; without rows elsewhere they are."""
+    model = build("llama", dtype=torch.bfloat16, hidden_size=64, num_hidden_layers=3)
+    shares = []
+    for rows in (False, True):
+        found = streambp_fx.explain(model, 3000, chunk=16, loss_chunk=16, offload="disk", offload_rows=rows)
+        peak = found.cost.peak(found.cost.sizes(3000)).bytes
+        shares.append(peak["chunk bodies"] / peak["state"])
+    assert shares[0] > 1 and shares[1] < 0.4, shares
+
+
 @pytest.mark.parametrize(
     "given", [{"offload_rows": True}, {"offload": "disk", "offload_rows": 1}, {**ON_DISK, "order": "chunks"}]
 )
