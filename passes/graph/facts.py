@@ -358,12 +358,15 @@ def shape_of(node: Node) -> tuple[sympy.Expr, ...]:
 
 def shape_degree(tensor: torch.Tensor, sequence: sympy.Symbol) -> int:
     """Number of dims whose size mentions the sequence length, a square counted twice."""
-    degree = 0
-    for size in tensor.shape:
-        expr = expression(size)
-        if sequence in expr.free_symbols:
-            degree += max(1, int(sympy.degree(expr, sequence)) if expr.is_polynomial(sequence) else 1)
-    return degree
+    symbolic = (expression(s) for s in tensor.shape if isinstance(s, torch.SymInt))
+    return sum(_degree(size, sequence) for size in symbolic)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _degree(size: sympy.Expr, sequence: sympy.Symbol) -> int:
+    if sequence not in size.free_symbols:
+        return 0
+    return max(1, int(sympy.degree(size, sequence)) if size.is_polynomial(sequence) else 1)
 
 
 def operands(node: Node) -> list[Node]:

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 
+from .garbage import fewer_collections
 from .skipped_frames import warn_of_limit, warn_of_mode
 from .this_backend import MARK, is_ours
 
@@ -36,7 +37,7 @@ def watch_frames(around: Around) -> None:
         if trace_rules.check(frame.f_code) or not is_ours(self):
             return original(self, frame, *state)
         limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-        with torch._dynamo.config.patch(recompile_limit=limit, allow_rnn=True):
+        with torch._dynamo.config.patch(recompile_limit=limit, allow_rnn=True), fewer_collections():
             found = around(frame, functools.partial(original, self, frame, *state))
         if found.guarded_code is None:
             warn_of_mode(self)

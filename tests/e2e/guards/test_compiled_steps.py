@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from e2e_models import build, plain, sample
 from torch import Tensor, nn
 
 import streambp_fx
+from streambp_fx import backend
+from streambp_fx.dynamo.garbage import THRESHOLDS, fewer_collections
 
 
 def backward(model: nn.Module, loss: Tensor) -> None:
@@ -106,3 +110,48 @@ def test_compiled_autograd(door: str) -> None:
         for (name, p), q in zip(eager.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12, msg=name)
     assert_all_chunked(model)
+
+
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    """Of Python's garbage collector, of this test's own."""
+    before = gc.get_threshold()
+    gc.set_threshold(701, 11, 12)
+    yield 701, 11, 12
+    gc.set_threshold(*before)
+
+
+def test_garbage_is_looked_for_less_often_while_a_frame_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, thresholds: tuple[int, int, int]
+) -> None:
+    """And as often as before when it has been, even if that failed."""
+    seen, real = [], backend.analyze
+
+    def analyze(*args: Any) -> Any:
+        seen.append(gc.get_threshold())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(backend, "analyze", analyze)
+    for ends in (contextlib.nullcontext(), pytest.raises(KeyboardInterrupt)):
+        torch._dynamo.reset()
+        model = streambp_fx.transform(build("llama"), chunk=8)
+        with ends:
+            model(**plain(1, 20)).loss.backward()
+        assert gc.get_threshold() == thresholds
+    assert seen == [THRESHOLDS] * 2
+
+
+def test_garbage_of_compilations_in_several_threads(thresholds: tuple[int, int, int]) -> None:
+    """The last that ends puts the thresholds back. A collector that is off stays off."""
+    first, second = fewer_collections(), fewer_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == THRESHOLDS
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == thresholds
+    gc.set_threshold(0)
+    with fewer_collections():
+        assert gc.get_threshold()[0] == 0

@@ -185,7 +185,7 @@ def test_predicted_peak(tokens: int) -> None:
 
 
 def test_a_prefix_is_differentiated_in_pieces() -> None:
-    """A chunk's gradients of keys and values are never as large as all of them; without rows elsewhere they are."""
+    """A chunk's gradients of keys and values are smaller than all of them; elsewhere they are not."""
     model = build("llama", dtype=torch.bfloat16, hidden_size=64, num_hidden_layers=3)
     shares = []
     for rows in (False, True):
