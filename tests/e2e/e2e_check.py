@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from e2e_blame import WRONG, blame
 from e2e_models import CHUNK, LOSS_CHUNK, true_double
 from torch import nn
 
@@ -106,13 +107,18 @@ def compare(
     Args:
         unchunked: how many segments run whole because the compiler cannot chunk them; None: nobody asks.
     """
+    compare_steps(eager, streamed, batches, rtol)
+    if unchunked is not None:
+        assert_streamed(streamed, unchunked)
+
+
+def compare_steps(eager: Any, streamed: Any, batches: Mapping[str, Any], rtol: float) -> None:
+    """Loss and gradients of every batch on the same two models."""
     for name, batch in batches.items():
         want_loss, want = step(eager, batch)
         got_loss, got = step(streamed, batch)
         assert_close_loss(got_loss, want_loss, rtol, name)
         assert_close_grads(got, want, rtol, name)
-    if unchunked is not None:
-        assert_streamed(streamed, unchunked)
 
 
 @contextlib.contextmanager
@@ -134,12 +140,26 @@ def check_exact(
     unchunked: int | None = 0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Streamed equals eager on all batches, and is streamed. Returns both models for further questions."""
-    with in_double(factory):
-        eager, streamed = pair(factory, streamer, **options)
+    """Streamed equals eager on all batches, and is streamed. Returns both models for further questions.
+
+    A step that is wrong is run in other ways, to name the pass that is to blame.
+    """
+
+    def check(**others: Any) -> tuple[Any, Any]:
+        eager, streamed = pair(factory, streamer, **{**options, **others})
         dtype = next(eager.parameters()).dtype
-        rtol, unchunked = RTOL[dtype] if rtol is None else rtol, None if streamer else unchunked
-        compare(eager, streamed, batches, rtol, unchunked)
+        compare_steps(eager, streamed, batches, RTOL[dtype] if rtol is None else rtol)
+        return eager, streamed
+
+    with in_double(factory):
+        try:
+            eager, streamed = check()
+        except WRONG as error:
+            if streamer is not None:
+                raise
+            raise AssertionError(f"{error}\n{blame(check)}") from error
+        if unchunked is not None and streamer is None:
+            assert_streamed(streamed, unchunked)
     return eager, streamed
 
 

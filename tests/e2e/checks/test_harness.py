@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
+import e2e_blame
 import pytest
 import torch
 from e2e_check import assert_close_grads, check_exact
 from e2e_models import build, padded, plain, true_double
 from e2e_standin import RIGHT, WRONG
 
+from streambp_fx.passes.s4_trace import prefix_attention
+from streambp_fx.passes.s5_lower import lower
+
 LLAMA = functools.partial(build, "llama")
+ONE_LAYER = functools.partial(build, "llama", num_hidden_layers=1)
 BATCHES = {"plain": plain(2, 67), "padded": padded(67, "right")}
 
 
@@ -25,6 +31,40 @@ def test_right_passes(name: str, dtype: torch.dtype) -> None:
 def test_wrong_fails(name: str) -> None:
     with pytest.raises(AssertionError, match=r"gradients differ|loss"):
         check_exact(LLAMA, BATCHES, streamer=WRONG[name])
+
+
+@pytest.fixture
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer passes are switched off one by one: each is a compilation."""
+    assert "reorder" in e2e_blame.OPTIONAL and len(e2e_blame.OPTIONAL) > 5
+    monkeypatch.setattr(e2e_blame, "OPTIONAL", ["reorder"])
+
+
+@pytest.mark.parametrize("check", [pytest.param("first", marks=pytest.mark.slow), "never"])
+@pytest.mark.usefixtures("few_passes")
+def test_a_failure_names_the_pass_to_blame(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+    """Whether the self-check finds it, or the comparison of gradients: a pass over programs that is wrong."""
+
+    def wrong(lowering: lower.Lowering, settings: lower.LoweringSettings) -> lower.Lowering:
+        lowering = reorder.run(lowering, settings)
+        for node in lowering.module.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
+            node.target = torch.ops.aten.relu.default
+        lowering.module.recompile()
+        return lowering
+
+    (reorder,) = (p for p in lower.PROGRAM_PASSES if p.name == "reorder")
+    passes = tuple(replace(p, run=wrong) if p is reorder else p for p in lower.PROGRAM_PASSES)
+    monkeypatch.setattr(lower, "PROGRAM_PASSES", passes)
+    with pytest.raises(AssertionError, match=r"It is right without the pass 'reorder'\.$"):
+        check_exact(ONE_LAYER, {"plain": plain(2, 20)}, check=check)
+
+
+@pytest.mark.usefixtures("few_passes")
+def test_a_failure_of_chunks_alone_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns before a chunk are forgotten in the backward."""
+    monkeypatch.setattr(prefix_attention, "_pieces", lambda prefix, pieces: [])
+    with pytest.raises(AssertionError, match=r"It is right in one chunk: what was proved of rows"):
+        check_exact(ONE_LAYER, {"plain": plain(2, 20)}, check="never")
 
 
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 1e-6])
