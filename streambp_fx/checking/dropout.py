@@ -26,7 +26,7 @@ SEED = 20
 # Other seeds. Where little is dropped, steps may be the same by chance: all of these hardly are.
 OTHERS = range(SEED + 1, SEED + 9)
 # Relative differences between a gradient and differences of the loss, by dtype, that are none of rounding.
-CLEAR = {torch.float64: 1e-5, torch.float32: 1e-2}
+SMOOTH = {torch.float64: 1e-5, torch.float32: 1e-2}
 # How much of itself the loss is changed by; the second is tried where the first says nothing, or finds fault.
 CHANGES = {torch.float64: (1e-4, 1e-5), torch.float32: (1e-2, 3e-3)}
 # A gap is clear if it is so many times what two differences of the loss are apart.
@@ -90,7 +90,7 @@ class Trial:
             found, error = self._difference(direction, eps)
             gap = abs(found - slope)
             share = gap / max(abs(found), abs(slope))
-            if share <= CLEAR[self.dtype]:
+            if share <= SMOOTH[self.dtype]:
                 return Drawn(True)
             gaps.append(share if gap > APART * error else None)
         if None in gaps:
@@ -160,4 +160,4 @@ def _near(found: float, other: float, rtol: float) -> bool:
 
 
 def _is_moved(value: Any) -> bool:
-    return type(value) is Tensor and value.requires_grad and value.dtype in CLEAR and value.numel() > 0
+    return type(value) is Tensor and value.requires_grad and value.dtype in SMOOTH and value.numel() > 0

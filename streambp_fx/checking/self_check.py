@@ -39,8 +39,7 @@ from ..runtime.executor import Executor
 from ..runtime.segments.own_rows import alone
 from ..runtime.step_kinds import StepKind
 from .drawn_factors import probabilities_of, wrong_draws
-from .dropout import CLEAR as SMOOTH
-from .dropout import Drawn, Trial
+from .dropout import SMOOTH, Drawn, Trial
 from .first_wrong_op import Blame, blame
 from .result import OF_KINDS, SelfCheck
 from .rounding import RTOL, Noise, Rounding, TooRough
