@@ -15,7 +15,8 @@ from torch import nn
 from .choosing.saving import Space
 from .cost import eager_step
 from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
-from .cost.step import StepCost
+from .cost.step import Sizes, StepCost
+from .cost.transfers import Transfers, transfers
 from .errors import PlanError
 from .explain import captured, positions_of
 from .models.by_name import model_on_meta
@@ -26,7 +27,7 @@ from .planning.amounts import check_amounts
 from .planning.engines import Engine, engine_for
 from .planning.memory_and_work import ways_to_run
 from .planning.rates import Rates, rates_for
-from .planning.several import DevicesPlan, TimePlan, devices_plan, time_plan
+from .planning.several import NOTHING, DevicesPlan, TimePlan, devices_plan, time_plan
 from .planning.step_plan import Plan as Plan
 from .units import parse_bytes
 
@@ -144,11 +145,16 @@ class Planner:
     def _devices(self, moments: list[Moment]) -> DevicesPlan | None:
         return None if self.engine is None else devices_plan(self.engine, self.model, moments)
 
-    def _time(self, moments: list[Moment], tokens: int, devices: DevicesPlan | None) -> TimePlan | None:
+    def _moved(self, sizes: Sizes) -> Transfers:
+        return NOTHING if self.stored.offload == "none" else transfers(self.cost, sizes)
+
+    def _time(
+        self, moments: list[Moment], tokens: int, devices: DevicesPlan | None, moving: Transfers
+    ) -> TimePlan | None:
         if self.rates is None:
             return None
         after = 0 if devices is None else devices.after_step_bytes
-        return time_plan(moments, self.rates, tokens * self.batch_size, self.engine, after)
+        return time_plan(moments, self.rates, tokens * self.batch_size, self.engine, after, moving)
 
     def plan(
         self,
@@ -182,7 +188,7 @@ class Planner:
         peak = max(moments, key=lambda m: m.total)
         flops = sum(m.flops for m in moments)
         slope = self.activation_peak(2 * tokens, rows) - self.activation_peak(tokens, rows)
-        devices = self._devices(moments)
+        devices, moving = self._devices(moments), self._moved(sizes)
         others = None if budget is None else budget - (0 if devices is None else devices.gathered_peak_bytes)
         return Plan(
             model=name,
@@ -201,6 +207,8 @@ class Planner:
             activation_peak_bytes=peak.total,
             peak_bytes=resident + peak.total,
             offloaded_bytes=int(self.cost.offloaded(sizes)),
+            out_bytes=int(moving.out),
+            back_bytes=int(moving.back),
             by_cause={c: int(peak.bytes[c]) for c in CAUSES if c in peak.bytes},
             flops=flops,
             recompute_factor=round(flops * self.cost.devices / eager_step.flops(self.cost, sizes), 4),
@@ -210,7 +218,7 @@ class Planner:
             peak_expression=str(self.expression),
             flops_expression=str(self.cost.flops_expression(self.batch_size)),
             devices=devices,
-            time=self._time(moments, tokens, devices),
+            time=self._time(moments, tokens, devices, moving),
             positions=positions_of(self.model),
         )
 
@@ -343,7 +351,7 @@ def plan(
     named = not isinstance(model, nn.Module)
     built = model if isinstance(model, nn.Module) else model_on_meta(model, dtype, lora_rank)
     title = Path(str(model)).name if named else type(model).__name__
-    rates = rates_for(engine is not None, gpu, interconnect, flops, efficiency, _dtype_of(built))
+    rates = rates_for(engine is not None, gpu, interconnect, flops, efficiency, _dtype_of(built), offload)
     planner = Planner(built, batch_size, loss_chunk, options.stored, engine, rates)
     asked = title, seq_len, memory, chunk, optimizer
     found = planner.plan(*asked) if policy == "given" else _best(planner, options.stored, asked)

@@ -9,6 +9,7 @@ import pytest
 from streambp_fx.cli import main
 from streambp_fx.commands import doctor
 from streambp_fx.commands.doctor import Finding, disk, findings
+from streambp_fx.planning import place_rates
 
 
 def test_every_line_has_a_mark_and_every_thing_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +36,6 @@ def test_what_is_broken_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_speed_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "SAMPLE", 4 * 2**20)
+    monkeypatch.setattr(place_rates, "SAMPLE", 4 * 2**20)
     found = disk(tmp_path)
     assert found.mark == "ok" and "GB/s" in found.text and not list(tmp_path.iterdir())

@@ -19,11 +19,10 @@ import torch
 
 from .. import __version__
 from ..auto_executor import free_bytes
+from ..planning import place_rates
 from ..units import readable
 from ..versions import MINIMUM, TESTED
 
-# What is written to the disk and read back to measure it, in bytes.
-SAMPLE = 128 * 2**20
 # Packages that are not needed, and what for they are.
 OPTIONAL = {
     "accelerate": "trainers of transformers",
@@ -139,23 +138,12 @@ def disk(folder: Path) -> Finding:
     what = f'offload="disk" in {folder} (TMPDIR)'
     try:
         free = shutil.disk_usage(folder).free
-        if free < 4 * SAMPLE:
+        if free < 4 * place_rates.SAMPLE:
             return Finding("--", f"{what}: {readable(free)} free, too little to measure")
-        data = os.urandom(2**20) * (SAMPLE // 2**20)
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            begin = time.perf_counter()
-            file.write(data)
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            while file.read(2**22):
-                pass
-            end = time.perf_counter()
+        found = place_rates.measured_disk(folder)
     except OSError as error:
         return Finding("NO", f"{what}: {error}")
-    speeds = f"writes {SAMPLE / (written - begin) / 1e9:.2f} GB/s, reads {SAMPLE / (end - written) / 1e9:.2f}"
+    speeds = f"writes {found.out / 1e9:.2f} GB/s, reads {found.back / 1e9:.2f}"
     return Finding("ok", f"{what}: {speeds}, {readable(free)} free")
 
 

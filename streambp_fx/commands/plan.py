@@ -67,8 +67,7 @@ def _lines(plan: Plan) -> list[str]:
             f"Longest sequence: {plan.max_seq_len:,} tokens, as predicted; each further GiB buys "
             f"{plan.tokens_per_gib:,}."
         )
-    elsewhere = f"; {readable(plan.offloaded_bytes)} lie there meanwhile" if plan.offloaded_bytes else ""
-    lines.append(f"Memory policy: {plan.policy}{elsewhere}.")
+    lines.append(f"Memory policy: {plan.policy}{_elsewhere(plan)}.")
     lines.append(
         f"Work of a step: {plan.flops / 1e12:,.1f} TFLOP, {plan.recompute_factor:.2f} of a step that "
         "recomputes nothing."
@@ -80,6 +79,13 @@ def _lines(plan: Plan) -> list[str]:
             "trained beyond them, and cannot run there if they are learned."
         )
     return lines
+
+
+def _elsewhere(plan: Plan) -> str:
+    if not plan.offloaded_bytes:
+        return ""
+    moved = f"{readable(plan.out_bytes)} go there and {readable(plan.back_bytes)} come back in a step"
+    return f"; {readable(plan.offloaded_bytes)} lie there meanwhile, {moved}"
 
 
 def _ways(ways: tuple[WayToRun, ...]) -> Table:

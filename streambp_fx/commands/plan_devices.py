@@ -70,6 +70,12 @@ def time_lines(time: TimePlan) -> list[str]:
     if time.link_seconds:
         waiting = f"{waited} of waiting for collectives, which take {link} in all"
         found.append(f"Of it {_seconds(time.compute_seconds)} of computing, and {waiting}.")
+    if time.moved_seconds is None:
+        found.append("How long it takes to move what is offloaded is not known, and not in it.")
+    elif time.moved_seconds:
+        hidden = time.moved_seconds <= time.compute_seconds
+        beside = "which is hidden behind the computation" if hidden else "longer than the computation takes"
+        found.append(f"What is offloaded moves in {_seconds(time.moved_seconds)}, {beside}.")
     return [*found, *(f"Assumed: {one}." for one in time.assumed)]
 
 

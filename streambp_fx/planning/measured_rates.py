@@ -71,13 +71,24 @@ def rates_here(dtype: str, device: str | None = None, again: bool = False) -> Co
         PlanError: PyTorch has no such dtype for products here.
     """
     kind = device or _device()
-    known = _read()
     key = " | ".join((_name(kind), dtype, torch.__version__))
-    if again or key not in known:
-        known[key] = _measured(kind, dtype)
-        _write(known)
-    found = known[key]
+    found = kept_or_measured(key, lambda: _measured(kind, dtype), again)
     return ComputeRates(**{**found, "lines": tuple(found["lines"])})
+
+
+def kept_or_measured(key: str, measure: Callable[[], dict[str, Any]], again: bool = False) -> dict[str, Any]:
+    """What the file of rates has under a key; if it has nothing, what is measured now, and is kept.
+
+    Args:
+        key: says what is measured, and of what.
+        measure: returns what can be written as JSON.
+        again: measure in any case.
+    """
+    known = _read()
+    if again or key not in known:
+        known[key] = measure()
+        _write(known)
+    return dict(known[key])
 
 
 def file_of_rates() -> Path:

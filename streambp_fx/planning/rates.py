@@ -5,12 +5,13 @@ The share of a link's rate is an assumption; for those of devices see `compute_r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..passes.cost.work import Work
 from .compute_rates import GPU, GPUS, ComputeRates, shares_of_peak
 from .measured_rates import rates_here
+from .place_rates import PlaceRates, disk_here
 
 # Of a link's rate, for large collectives: nccl-tests show about 0.8 on NVLink.
 LINK_EFFICIENCY = 0.8
@@ -31,12 +32,14 @@ class Rates:
         link: what connects the devices, in words.
         peak_bandwidth: bytes a second that a device sends, while it receives as many; 0: there is no other.
         link_efficiency: the share of that that is assumed.
+        place: of what is offloaded; None: nothing is, or it is not known how fast.
     """
 
     compute: ComputeRates
     link: str = "none"
     peak_bandwidth: float = 0.0
     link_efficiency: float = LINK_EFFICIENCY
+    place: PlaceRates | None = None
 
     def seconds(self, work: Work) -> float:
         """How long a device takes for some work, whose parts are numbers."""
@@ -53,7 +56,7 @@ class Rates:
         if self.peak_bandwidth:
             rate = f"{self.peak_bandwidth / 1e9:,.4g} GB/s in each direction"
             found.append(f"{self.link}, {rate}, of which {self.link_efficiency:.0%} are assumed")
-        return found
+        return found if self.place is None else [*found, self.place.words]
 
 
 def rates(
@@ -115,12 +118,14 @@ def rates_for(
     flops: float | None,
     efficiency: float | None,
     dtype: str,
+    offload: str = "none",
 ) -> Rates | None:
     """The rates that a user asks for; None if neither several devices nor a device is given.
 
     Args:
         several: there are several devices.
         gpu, interconnect, flops, efficiency, dtype: see `rates`.
+        offload: where what is kept may go: "none", "host" or "disk".
 
     Raises:
         PlanError: see `rates`, or what connects one device is given.
@@ -134,7 +139,19 @@ def rates_for(
         if name == HERE:
             raise PlanError("what connects devices is not measured: give interconnect, in GB/s")
         interconnect = "nvlink" if name not in GPUS or GPUS[name].nvlink else "pcie"
-    return rates(name, dtype, interconnect, flops, efficiency)
+    found = rates(name, dtype, interconnect, flops, efficiency)
+    return replace(found, place=_place(name, offload))
+
+
+def _place(name: str, offload: str) -> PlaceRates | None:
+    """How fast a device reaches a place, if that is known: a disk is that of this machine."""
+    if offload == "disk":
+        return disk_here() if name == HERE else None
+    if offload == "none" or name == HERE:
+        return None
+    rate = GPUS[name].pcie * LINK_EFFICIENCY
+    words = f"host memory by PCIe of a {name}, {rate / 1e9:,.4g} GB/s in each direction"
+    return PlaceRates(rate, rate, True, words)
 
 
 def _link(interconnect: str | float, gpu: GPU) -> tuple[str, float]:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..cost.held_bytes import GATHERED, Moment
+from ..cost.transfers import Transfers
 from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from .engines import Engine
 from .rates import Rates
 from .timing import PartTime, StepTime, step_time
+
+NOTHING = Transfers()
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ class TimePlan:
         seconds: of the step, without the optimizer's own work.
         compute_seconds: in which a device computes.
         link_seconds: of collectives, hidden ones among them.
-        waited_seconds: in which a device computes nothing, because it waits for a collective.
+        waited_seconds: in which a device computes nothing, because it waits for a collective, or for what
+            was offloaded: as much of that as takes longer than all else.
+        moved_seconds: of what is offloaded and comes back, beside the computation; None: it is not known.
         tokens_per_second: of all devices together.
         assumed: the rates, in words.
         parts: of the step, in order.
@@ -97,6 +102,7 @@ class TimePlan:
     tokens_per_second: float
     assumed: tuple[str, ...]
     parts: tuple[PartTime, ...] = field(repr=False)
+    moved_seconds: float | None = 0.0
 
 
 def devices_plan(engine: Engine, model: nn.Module, moments: list[Moment]) -> DevicesPlan:
@@ -124,7 +130,12 @@ def devices_plan(engine: Engine, model: nn.Module, moments: list[Moment]) -> Dev
 
 
 def time_plan(
-    moments: list[Moment], rates: Rates, tokens: int, engine: Engine | None = None, after: int = 0
+    moments: list[Moment],
+    rates: Rates,
+    tokens: int,
+    engine: Engine | None = None,
+    after: int = 0,
+    moved: Transfers = NOTHING,
 ) -> TimePlan:
     """The time of a step.
 
@@ -134,20 +145,34 @@ def time_plan(
         tokens: of one device's batch, which it may share.
         engine: None: there is one device.
         after: bytes that are gathered after the step.
+        moved: what is offloaded and comes back.
+
+    NOTE [transfers beside the computation]: what is offloaded leaves behind the computation and is asked for
+    ahead of it, so a step takes as long as the longer of the two, and the first and the last transfer.
     """
+    moving = _moving(rates, moved)
     found: StepTime = step_time(moments, rates)
     last = 0.0 if engine is None or not after else _after(engine, after).sent_bytes / rates.bandwidth
-    seconds = found.seconds + last
+    waited = max(0.0, (moving or 0.0) - found.seconds)
+    seconds = found.seconds + waited + last
     batches = 1 if engine is None else engine.devices // engine.context_parallel
     return TimePlan(
         seconds=seconds,
         compute_seconds=found.compute_seconds,
         link_seconds=found.link_seconds + last,
-        waited_seconds=found.waited_seconds + last,
+        waited_seconds=found.waited_seconds + waited + last,
         tokens_per_second=tokens * batches / seconds if seconds else 0.0,
         assumed=tuple(rates.lines()),
         parts=found.parts,
+        moved_seconds=moving,
     )
+
+
+def _moving(rates: Rates, moved: Transfers) -> float | None:
+    """Seconds of transfers; None if it is not known how fast they are."""
+    if not moved.out and not moved.back:
+        return 0.0
+    return None if rates.place is None else rates.place.seconds(moved)
 
 
 def _after(engine: Engine, size: int) -> Collective:

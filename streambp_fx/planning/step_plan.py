@@ -27,6 +27,7 @@ class Plan:
         activation_peak_bytes: peak over those, by the cost model of the schedule.
         peak_bytes: all of it.
         offloaded_bytes: what lies in host memory or on disk meanwhile.
+        out_bytes, back_bytes: that go there, and come back to the device, in a step.
         by_cause: the activations at their peak, by cause.
         flops: floating-point operations of one step, products and attention only.
         recompute_factor: those against the eager step's.
@@ -57,6 +58,8 @@ class Plan:
     activation_peak_bytes: int
     peak_bytes: int
     offloaded_bytes: int
+    out_bytes: int
+    back_bytes: int
     by_cause: dict[str, int]
     flops: int
     recompute_factor: float
