@@ -184,14 +184,14 @@ def status(model: nn.Module) -> Status:
         reasons=dict(counts.reasons),
         streamed_steps=counts.streamed,
         unstreamed_steps=counts.unstreamed,
-        part=_part(placed),
+        part=_part(model, placed),
         schedule=schedule(model),
     )
 
 
-def _part(placed: list[StreamedForward]) -> str | None:
+def _part(model: nn.Module, placed: list[StreamedForward]) -> str | None:
     """What alone is streamed of a model: the models within it, where its own forward is not."""
-    if not placed or any(s.counts.streamed for s in placed if s.within is None):
+    if not placed or any(s.counts.streamed for s in placed if s.within is None or s.model is model):
         return None
     names = [type(s.model).__name__ for s in placed if s.counts.streamed]
     if not names:

@@ -148,7 +148,8 @@ def time_plan(
         moved: what is offloaded and comes back.
 
     NOTE [transfers beside the computation]: what is offloaded leaves behind the computation and is asked for
-    ahead of it, so a step takes as long as the longer of the two, and the first and the last transfer.
+    ahead of it, so a step takes as long as the longer of the two. The first and the last transfer, beside
+    which nothing is computed, are not counted.
     """
     moving = _moving(rates, moved)
     found: StepTime = step_time(moments, rates)

@@ -12,6 +12,8 @@ import torch
 from e2e_check import (
     RTOL,
     assert_all_chunked,
+    assert_close_grads,
+    assert_close_loss,
     check_exact,
     compare,
     in_double,
@@ -161,3 +163,17 @@ def test_names_are_kept() -> None:
     model = adapted()
     before = list(model.state_dict())
     assert list(streambp_fx.transform(model, chunk=16).state_dict()) == before
+
+
+def test_after_the_adapter_was_merged_away() -> None:
+    """The model below goes on streaming, loss head and all, and its status says so."""
+    model = streambp_fx.transform(adapted(), chunk=16)
+    model(**plain(1, 40)).loss.backward()
+    merged = model.merge_and_unload().requires_grad_()
+    eager = copy.deepcopy(merged)
+    streambp_fx.restore(eager)
+    want, got = step(eager, plain(1, 40)), step(merged, plain(1, 40))
+    assert_close_loss(got[0], want[0], 1e-9)
+    assert_close_grads(got[1], want[1], 1e-9)
+    found = streambp_fx.status(merged)
+    assert (found.door, found.streamed, found.part) == ("transform", True, None), str(found)
