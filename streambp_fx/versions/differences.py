@@ -47,6 +47,7 @@ DIFFERENCES = (
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
     Difference("collective", "torch", "2.13"),
+    Difference("GET_ATTRIBUTE", "torch", "2.14"),
     Difference("checkpoint_layers", "transformers", "5.23"),
     Difference("recording_module", "transformers", "5.2"),
 )
@@ -54,6 +55,9 @@ DIFFERENCES = (
 #: Attribute of a tensor whose sizes in these dims Dynamo takes for symbols. No guard depends on it: before
 #: 2.13 no guard depended on what `maybe_mark_dynamic` sets, either.
 DYNAMIC_DIMS = "_dynamo_propagated_dynamic_indices" if TORCH >= (2, 13) else "_dynamo_weak_dynamic_indices"
+
+#: Method of Dynamo's variables that answers what an attribute is.
+GET_ATTRIBUTE = "tp_getattro_impl" if TORCH >= (2, 14) else "var_getattr"
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedVariable
 
+from ...versions.differences import GET_ATTRIBUTE
 from ..this_backend import MARK
 from .record import current_record
 
@@ -113,8 +114,9 @@ def watch_bodies() -> None:
     """From now on what a body asks of tensors is looked at, in frames whose loops are read."""
     if getattr(TensorVariable.call_method, MARK, False):
         return
-    for kind, name in ((TensorVariable, "call_method"), (TensorVariable, "var_getattr")):
-        setattr(kind, name, _asked(getattr(kind, name), lambda self, tx, asked, *_: asked))
+    for name in ("call_method", GET_ATTRIBUTE):
+        answer = getattr(TensorVariable, name)
+        setattr(TensorVariable, name, _asked(answer, lambda self, tx, asked, *_: asked))
     function = kinds.TorchInGraphFunctionVariable
     function.call_function = _asked(  # type: ignore[method-assign]
         function.call_function,
