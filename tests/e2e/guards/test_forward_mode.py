@@ -65,6 +65,8 @@ def test_tangents_are_those_of_eager(door: str, of: str, after_a_step: bool) -> 
     if after_a_step:
         call(ids, weights).backward()
         assert status(model).streamed
-    with pytest.warns(StreamBPWarning, match="carries no tangents: it runs unstreamed"):
+    # from 2.14 on Dynamo itself refuses some of them
+    message = "carries no tangents: it runs unstreamed|Attempted to wrap a dual tensor"
+    with pytest.warns(StreamBPWarning, match=message):
         found = tangent(call)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
