@@ -44,7 +44,9 @@ def moved(model: torch.nn.Module, tokens: int, **options: Any) -> Transfers:
     return transfers(found.cost, found.cost.sizes(tokens))
 
 
-@pytest.mark.parametrize("options", [{}, {"save": "attention"}, {"every": 2}])
+@pytest.mark.parametrize(
+    "options", [{"every": 2}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"save": "attention"}))]
+)
 def test_what_is_kept_goes_and_comes_back_once(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_failure_names_the_pass_to_blame(monkeypatch: pytest.MonkeyPatch, chec
         check_exact(ONE_LAYER, {"plain": plain(2, 20)}, check=check)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_passes")
 def test_a_failure_of_chunks_alone_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns before a chunk are forgotten in the backward."""

@@ -40,7 +40,8 @@ def test_exact(family: str) -> None:
 OTHER_OPTIONS = [{"save": "attention"}, {"every": 2}, {"accumulate": "weights"}, {"loss_chunk": 3}]
 
 
-@pytest.mark.parametrize("options", sample(OTHER_OPTIONS, OTHER_OPTIONS[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OTHER_OPTIONS)
 def test_exact_beside_other_options(options: dict[str, Any]) -> None:
     batches = {n: BATCHES[n] for n in ("T=67", "padded right")}
     check_exact(functools.partial(build, "llama", num_hidden_layers=3), batches, **ON_DISK, **options)
