@@ -180,8 +180,8 @@ def _pieces(prefix: Any, pieces: int) -> list[tuple[Any, Any]]:
     if pieces == 1 or prefix < pieces:
         return [(0, prefix)]
     length = prefix // pieces
-    starts = [k * length for k in range(pieces)]
-    return [*((s, length) for s in starts[:-1]), (starts[-1], prefix - starts[-1])]
+    last = (pieces - 1) * length
+    return [*((k * length, length) for k in range(pieces - 1)), (last, prefix - last)]
 
 
 def attend_plainly(

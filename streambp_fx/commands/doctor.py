@@ -19,7 +19,7 @@ import torch
 
 from .. import __version__
 from ..auto_executor import free_bytes
-from ..planning import place_rates
+from ..planning.place_rates import TooLittleRoom, measured_disk
 from ..units import readable
 from ..versions import MINIMUM, TESTED
 
@@ -138,13 +138,12 @@ def disk(folder: Path) -> Finding:
     what = f'offload="disk" in {folder} (TMPDIR)'
     try:
         free = shutil.disk_usage(folder).free
-        if free < 4 * place_rates.SAMPLE:
-            return Finding("--", f"{what}: {readable(free)} free, too little to measure")
-        found = place_rates.measured_disk(folder)
+        found = measured_disk(folder)
+    except TooLittleRoom as error:
+        return Finding("--", f"{what}: {readable(free)} free, {error}")
     except OSError as error:
         return Finding("NO", f"{what}: {error}")
-    speeds = f"writes {found.out / 1e9:.2f} GB/s, reads {found.back / 1e9:.2f}"
-    return Finding("ok", f"{what}: {speeds}, {readable(free)} free")
+    return Finding("ok", f"{what}: {found.words}, {readable(free)} free")
 
 
 def optional() -> Iterator[Finding]:

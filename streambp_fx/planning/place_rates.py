@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..cost.transfers import Transfers
@@ -14,6 +14,10 @@ from .measured_rates import kept_or_measured
 
 # What is written to the disk and read back to measure it, in bytes.
 SAMPLE = 128 * 2**20
+
+
+class TooLittleRoom(OSError):
+    """A disk has too little room to be measured."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,21 @@ def disk_here(again: bool = False) -> PlaceRates | None:
     folder = Path(tempfile.gettempdir())
     try:
         key = f"disk | {folder} | {folder.stat().st_dev}"
-        found = kept_or_measured(key, lambda: asdict(measured_disk(folder)), again)
+        found = PlaceRates(**kept_or_measured(key, lambda: asdict(measured_disk(folder)), again))
     except OSError:
         return None
-    return PlaceRates(**found)
+    return replace(found, words=f"{folder}, measured: {found.words}")
 
 
 def measured_disk(folder: Path) -> PlaceRates:
     """How fast a folder is written, to the disk, and read back from it.
 
     Raises:
-        OSError: there is no such folder, or too little room in it.
+        TooLittleRoom: for what is written.
+        OSError: there is no such folder, or it cannot be written to.
     """
     if shutil.disk_usage(folder).free < 4 * SAMPLE:
-        raise OSError("too little room to measure")
+        raise TooLittleRoom("too little to measure")
     data = os.urandom(2**20) * (SAMPLE // 2**20)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begin = time.perf_counter()
@@ -76,5 +81,4 @@ def measured_disk(folder: Path) -> PlaceRates:
             pass
         end = time.perf_counter()
     out, back = SAMPLE / (written - begin), SAMPLE / (end - written)
-    words = f"{folder}, measured: writes {out / 1e9:.2f} GB/s, reads {back / 1e9:.2f}"
-    return PlaceRates(out, back, False, words)
+    return PlaceRates(out, back, False, f"writes {out / 1e9:.2f} GB/s, reads {back / 1e9:.2f}")
