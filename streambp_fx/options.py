@@ -64,6 +64,11 @@ class Options:
         mesh: a `torch.distributed` device mesh of one dim, over whose devices the rows of each sequence are
             distributed (context parallelism): each is given the whole batch, the same on all. None: one
             device has all rows.
+        exchange: with `mesh`: how a device comes by keys and values of others. "gather": it has those of all
+            rows of the layer that runs. "blocks": they come block by block while a chunk runs, and are let
+            go; a device holds those of its own rows alone, and more is sent (docs/distributed.md). "auto":
+            by blocks where the keys and values of a layer would take a good part of what a device holds.
+            What cannot be read by blocks is gathered.
         on_error: what an internal error of the compiler, or a self-check that fails, leads to: "eager" (a
             warning, and the graph runs unstreamed) or "raise" (`CompileError`).
         head_tokens: not to be given. Tokens of a chunk of the loss head where they are chosen, at least; see
@@ -88,6 +93,7 @@ class Options:
     body: str = "eager"
     check: str = "first"
     mesh: Any = None
+    exchange: str = "auto"
     on_error: str = "eager"
     head_tokens: int = field(default=LOSS_CHUNK, repr=False, metadata={"internal": True})
 

@@ -16,6 +16,7 @@ CHOICES = {
     "policy": ("given", "auto"),
     "accumulate": ("float32", "weights"),
     "body": ("eager", "inductor"),
+    "exchange": ("auto", "gather", "blocks"),
     "check": ("first", "never", "always"),
     "on_error": ("raise", "eager"),
 }

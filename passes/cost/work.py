@@ -192,6 +192,7 @@ def _attention(node: Node) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
     "aten::_scaled_dot_product_efficient_attention",
     "aten::scaled_dot_product_attention",
     "streambp_fx::block_attention",
+    "streambp_fx::attend_to_others",
 )
 def _attention_forward(node: Node) -> sympy.Expr:
     """Scores and their product with the values: 2 D each a pair of row and column, for head sizes D."""
@@ -204,6 +205,7 @@ def _attention_forward(node: Node) -> sympy.Expr:
     "aten::_scaled_dot_product_flash_attention_backward",
     "aten::_scaled_dot_product_efficient_attention_backward",
     "streambp_fx::block_attention_backward",
+    "streambp_fx::attend_to_others_backward",
 )
 def _attention_backward(node: Node) -> sympy.Expr:
     """Scores again, and four products with them (FlashAttention-2, arXiv 2307.08691, section 3.1)."""

@@ -42,6 +42,7 @@ class Ranges:
     """The part of the sequence a chunk program sees; ints, or SymInts while it is traced.
 
     Rows [start, start + rows); columns [low, low + columns). `prefix` columns come before the own rows.
+    With `of_others` other devices have more columns, see NOTE [columns in blocks].
     """
 
     start: Size
@@ -50,6 +51,7 @@ class Ranges:
     prefix: Size
     columns: Size
     total: Size
+    of_others: bool = False
 
     def interval(self, role: Role) -> tuple[Size, Size]:
         """First position and length of a role."""

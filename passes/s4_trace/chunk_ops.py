@@ -21,6 +21,7 @@ from ..rules.op_sets import EXPANDS, RESHAPES
 from ..rules.pointwise import LIKE_ANOTHER
 from .attention_kernels import AttentionBlock, choose
 from .carried_state import Size, grouped_columns
+from .columns_of_others import NotByBlocks
 from .evaluation import Evaluation, emit
 from .prefix_attention import PrefixAttention, attend, attend_plainly, causal_block
 
@@ -242,8 +243,11 @@ def scaled_dot_product_attention(run: Evaluation, node: Node, role: Role) -> Ten
     kernel = None if in_place is None else choose(query, in_place[2], in_place[3], mask)
     if in_place is not None and kernel is not None:
         bias = kernel.bias(mask, query, in_place[2])
-        extra = (run.ranges.prefix, causal, call["scale"], run.reader.pieces)
-        return PrefixAttention.apply(query, *in_place, bias, kernel, *extra)[0]
+        extra = (run.ranges.prefix, causal, call["scale"], run.reader.pieces, run.ranges.of_others)
+        if causal or not run.ranges.of_others:
+            return PrefixAttention.apply(query, *in_place, bias, kernel, *extra)[0]
+    if run.ranges.of_others:
+        raise NotByBlocks("no kernel reads the columns of other devices block by block")
     key, value = (run.operand(call[k], Role.COLUMN) for k in ("key", "value"))
     kernel = choose(query, key, value, mask) if call["dropout_p"] == 0.0 else None
     if kernel is not None and not torch.is_grad_enabled():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention_kernels import AttentionBlock, Kernel, additive
+from .columns_of_others import ATTEND_TO_OTHERS, ATTEND_TO_OTHERS_BACKWARD
 
 
 class StateRead(torch.autograd.Function):
@@ -66,24 +67,39 @@ def attend(
     two are merged by log-sum-exp. Otherwise one block is read under `bias`.
     """
     if not causal:
-        return _read(kernel, AttentionBlock(query, key, value, bias, scale=scale))
+        return read(kernel, AttentionBlock(query, key, value, bias, scale=scale))
     rows = query.shape[2]
     own_key, own_value = (x.narrow(2, prefix, rows) for x in (key, value))
     out, lse = kernel.forward(AttentionBlock(query, own_key, own_value, causal=True, scale=scale))
     if isinstance(prefix, int) and prefix == 0:
         return out, lse
     key, value = (x.narrow(2, 0, prefix) for x in (key, value))
-    out_before, lse_before = _read(kernel, AttentionBlock(query, key, value, scale=scale))
+    out_before, lse_before = read(kernel, AttentionBlock(query, key, value, scale=scale))
     both = torch.logaddexp(lse, lse_before)
     weight, weight_before = ((x - both).exp().unsqueeze(-1) for x in (lse, lse_before))
     return (out * weight + out_before * weight_before).to(query.dtype), both
 
 
-def _read(kernel: Kernel, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a block that is not causal."""
+def read(kernel: Kernel, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+    """Output (B, H, c, D) and log-sum-exp (B, H, c) of a block that is not causal."""
     groups = _stacked(kernel, block)
     out, lse = kernel.forward(replace(block, query=stack(block.query, groups)))
     return unstack(out, groups), unstack(lse, groups)
+
+
+def differentiated(
+    kernel: Kernel, gradient: Tensor, block: AttentionBlock, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block adds to the gradients of query, key and value, each in the shape and dtype of its operand.
+
+    Args:
+        gradient, out: of the output over all blocks, (B, H, c, D), and that output.
+        lse: the log-sum-exp over all blocks, (B, H, c).
+    """
+    groups = _stacked(kernel, block)
+    dout, q, o, sums = (stack(x, groups) for x in (gradient, block.query, out, lse))
+    dq, dk, dv = kernel.backward(dout, replace(block, query=q), o, sums)
+    return unstack(dq, groups), dk, dv
 
 
 def _stacked(kernel: Kernel, block: AttentionBlock) -> int:
@@ -122,19 +138,22 @@ class PrefixAttention(torch.autograd.Function):
         causal: bool,
         scale: float | None,
         pieces: int,
+        of_others: bool,
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, as of `attend`; the own rows already lie in `key` and `value`.
 
         `pieces` is how many parts of the prefix are differentiated one after the other, see
-        NOTE [prefix in pieces].
+        NOTE [prefix in pieces]. With `of_others` the columns are those of this device, and others have more,
+        see NOTE [columns in blocks]; causal attention alone can.
         """
-        return attend(kernel, query, key, value, bias, prefix, causal, scale)
+        out, lse = attend(kernel, query, key, value, bias, prefix, causal, scale)
+        return ATTEND_TO_OTHERS(query, key, value, out, lse, scale) if of_others else (out, lse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         """Save the operands, the output and the log-sum-exp; keep the gradient buffers."""
         query, _, _, key, value, *ctx.gradients, bias = inputs[:10]
-        ctx.kernel, ctx.prefix, ctx.causal, ctx.scale, ctx.pieces = inputs[10:]
+        ctx.kernel, ctx.prefix, ctx.causal, ctx.scale, ctx.pieces, ctx.of_others = inputs[10:]
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(query, key, value, *output, bias)
 
@@ -143,6 +162,7 @@ class PrefixAttention(torch.autograd.Function):
         """Add the gradients of keys and values to their buffers, block by block.
 
         Returns the gradient of the query, and the finished gradients of the chunk's own keys and values.
+        These are not finished as long as other devices add to them, and are then left to a later sweep.
         """
         query, key, value, out, lse, bias = ctx.saved_tensors
         grad_key, grad_value, own_key, own_value = ctx.gradients
@@ -156,15 +176,15 @@ class PrefixAttention(torch.autograd.Function):
         for start, length, causal in blocks:
             keys, values = (x.narrow(2, start, length) for x in (key, value))
             block = AttentionBlock(query, keys, values, bias, causal, ctx.scale)
-            groups = _stacked(ctx.kernel, block)
-            dout, q, o, sums = (stack(x, groups) for x in (gradient, query, out, lse))
-            dq, dk, dv = ctx.kernel.backward(dout, replace(block, query=q), o, sums)
-            dq = unstack(dq, groups)
+            dq, dk, dv = differentiated(ctx.kernel, gradient, block, out, lse)
             grad_key.narrow(2, start, length).add_(dk)
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)
+        if ctx.of_others:
+            operands = (gradient, query, key, value, grad_key, grad_value, out, lse, ctx.scale)
+            return (grad_query.add_(ATTEND_TO_OTHERS_BACKWARD(*operands)), *(None,) * 15)
         own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
-        return (grad_query, *own, *(None,) * 12)
+        return (grad_query, *own, *(None,) * 13)
 
 
 def _pieces(prefix: Any, pieces: int) -> list[tuple[Any, Any]]:

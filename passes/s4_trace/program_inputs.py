@@ -26,13 +26,19 @@ SPECIAL = (0, 1)
 
 @dataclass(frozen=True)
 class Extent:
-    """Sizes of one chunk: int values of `Ranges`. In FULL reach the columns are all of the sequence."""
+    """Sizes of one chunk: int values of `Ranges`. In FULL reach the columns are all of the sequence.
+
+    Attributes:
+        of_others: the columns are those of this device, and others have more: see NOTE [columns in blocks].
+            `prefix` counts them, and `low` is `start` without it.
+    """
 
     rows: int
     prefix: int
     low: int
     total: int
     full: bool = False
+    of_others: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -43,7 +49,7 @@ class Extent:
     def pattern(self) -> tuple:
         """What a traced program depends on: which lengths are special."""
         special = [getattr(self, n) if getattr(self, n) in SPECIAL else None for n in SIZES if n != "low"]
-        return (*special, self.full)
+        return (*special, self.full, self.of_others)
 
     @property
     def start(self) -> int:
@@ -63,7 +69,7 @@ class Extent:
         """The rows and columns of the chunk; `sizes` gives the value of a name of `SIZES`, maybe symbolic."""
         rows, prefix, low, total = (sizes(n) for n in SIZES)
         columns = total if self.full else prefix + rows
-        return Ranges(low + prefix, rows, low, prefix, columns, total)
+        return Ranges(low + prefix, rows, low, prefix, columns, total, self.of_others)
 
 
 @dataclass

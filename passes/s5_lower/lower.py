@@ -22,6 +22,7 @@ from ..graph.purity import is_impure
 from ..graph.tracing import without_saved_tensors_hooks
 from ..pipeline.runner import Pass, run_passes
 from ..pipeline.verifier import verify_program
+from ..s4_trace.columns_of_others import ATTEND_TO_OTHERS_BACKWARD
 from . import sparse_gradients  # noqa: F401  (registers its rewrites)
 from .accumulate import accumulate
 from .recorded_steps import record_steps
@@ -32,6 +33,9 @@ from .workspace import into_workspace, widest_product
 from .write_in_place import write_in_place
 
 aten = torch.ops.aten
+#: What writes rows into a buffer that is an input, and what adds to one.
+WRITES = (aten.copy_.default,)
+ADDS = (aten.add_.Tensor, ATTEND_TO_OTHERS_BACKWARD)
 
 
 @dataclass
@@ -215,7 +219,7 @@ def restrict(
         given: values that become inputs, from position `place` on, instead of being computed.
         unwritten: inputs that nothing is written into: they hold it already.
     """
-    unwanted = aten.add_.Tensor if writes else aten.copy_.default
+    unwanted = ADDS if writes else WRITES
     wanted = {n for n in outputs if isinstance(n, Node)}
     live = live_nodes(module.graph, wanted, unwanted, frozenset(given), unwritten)
     graph = Graph()
@@ -235,7 +239,7 @@ def restrict(
 def live_nodes(
     graph: Graph,
     wanted: set[Node],
-    unwanted: Any,
+    unwanted: Sequence[Any],
     given: frozenset[Node] = frozenset(),
     unwritten: frozenset[Node] = frozenset(),
 ) -> set[Node]:
@@ -244,7 +248,7 @@ def live_nodes(
     What `given` are made of does not count.
 
     A change of a value is seen by those who read the value, or a view of it, later; a change of an input is
-    seen by the caller, except that of the op `unwanted` and that of the inputs `unwritten`.
+    seen by the caller, except that of the ops `unwanted` and that of the inputs `unwritten`.
     """
     storages = Storages(graph)
     live, read = set(wanted), {key for n in wanted for key in storages.of[n]}
@@ -253,7 +257,7 @@ def live_nodes(
             changed = {key for n in written_operands(node) for key in storages.of[n]}
             makers = {storages.maker(key) for key in changed}
             from_outside = any(maker.op == "placeholder" for maker in makers)
-            if from_outside and (node.target is unwanted or makers <= unwritten):
+            if from_outside and (node.target in unwanted or makers <= unwritten):
                 continue
             if from_outside or not changed.isdisjoint(read):
                 live.add(node)

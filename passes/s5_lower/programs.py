@@ -11,9 +11,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.facts import Facts, Kind, Mask, PassError, Reach, Segment, expression, operands, tensors_of
+from ..graph.op_arguments import sdpa_arguments
 from ..graph.tracing import without_saved_tensors_hooks
 from ..s2_prove.independent_samples import Samples, batch, batch_size
 from ..s4_trace.chunk_program import ChunkProgram
+from ..s4_trace.columns_of_others import NotByBlocks
 from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
 from ..s4_trace.vjp import Traced, outputs_of, traced_program
 from ..step.build import Builder
@@ -23,7 +25,7 @@ from ..step.procedure import Procedure
 from ..step.saving import Price
 from ..step.signature import PROGRAMS, Signature
 from ..step.way import Way
-from .lower import Lowered, LoweringSettings, live_nodes, lower, restrict
+from .lower import WRITES, Lowered, LoweringSettings, live_nodes, lower, restrict
 from .saved_values import ForwardHalf, saved_values
 
 #: Buffers that go into no program.
@@ -72,6 +74,7 @@ class SegmentPrograms:
         self.states = ChunkProgram(facts, segment, segment.outputs, frozenset()).states
         self.symbols = sorted(_free_symbols(facts, segment), key=str)
         self._procedures: dict[tuple[str, Way], Procedure] = {}
+        self._by_blocks: dict[tuple, bool] = {}
         self.diff_rows = [n for n in segment.rows if n in facts.needs_grad]
         self.diff_constants = [n for n in segment.constants if n in facts.needs_grad]
         self.diff_outputs = [n for n in segment.outputs if n in facts.needs_grad]
@@ -122,13 +125,51 @@ class SegmentPrograms:
             traced.half = self._forward_half(traced)
         return traced.half
 
+    def read_by_blocks(self, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> bool:
+        """True if chunks can read the columns of other devices block by block, see NOTE [columns in blocks].
+
+        Args:
+            plain: masks that hide nothing but later rows.
+            extent: of a chunk, with columns of others.
+            args: inputs in slot order; only the numbers at their front are looked at.
+
+        Raises:
+            PassError: the segment cannot be traced.
+        """
+        key = plain, extent.pattern
+        if key not in self._by_blocks:
+            self._by_blocks[key] = self._reads_plainly(plain)
+            try:
+                if self._by_blocks[key]:
+                    self.traced("joint", plain, extent, args)
+            except PassError as error:
+                if not isinstance(error.cause, NotByBlocks):
+                    raise
+                self._by_blocks[key] = False
+        return self._by_blocks[key]
+
+    def _reads_plainly(self, plain: frozenset[Mask]) -> bool:
+        """True if one causal attention without any other mask, and nothing else, reads columns."""
+        segment, states = self.segment, self.states.values()
+        simple = self.body == "eager" and bool(self.diff_outputs) and not segment.chained
+        bounded = segment.window is not None or segment.reach is Reach.FULL
+        if len(segment.mixings) != 1 or not simple or bounded or any(s.by_chunk or s.before for s in states):
+            return False
+        node = segment.mixings[0].node
+        if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+            return False
+        call = sdpa_arguments(node)
+        mask = call["attn_mask"]
+        causal = call["is_causal"] or (isinstance(mask, Node) and Mask.of(mask) in plain)
+        return causal and call["dropout_p"] == 0.0
+
     def _forward_half(self, traced: Trace) -> ForwardHalf:
         graph, kinds = traced.module.graph, (BufferKind.COTANGENT, BufferKind.STATE_GRADIENT, BufferKind.SUM)
         slots = self.slots("joint").tensors
         inputs = graph.find_nodes(op="placeholder")[-len(slots) :]
         gradients = (n for n, buffer in zip(inputs, slots, strict=True) if buffer.kind in kinds)
         results = {n for n in outputs_of(traced.module)[traced.values :] if isinstance(n, Node)}
-        live = live_nodes(graph, results, unwanted=torch.ops.aten.copy_.default)
+        live = live_nodes(graph, results, unwanted=WRITES)
         return ForwardHalf.of(traced.module, live, gradients, traced.guards.names)
 
     def traced(self, source: str, plain: frozenset[Mask], extent: Extent, args: list[Any]) -> Trace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from .program import (
     Again,
@@ -46,6 +47,7 @@ class Collective:
             those of the device that sends most.
         ahead: it may run while the step goes on.
         of_caller: it is called around the call of the whole model.
+        calls: how many calls it is, one after the other; bytes are of all of them.
     """
 
     kind: CollectiveKind
@@ -54,6 +56,7 @@ class Collective:
     bytes: int
     ahead: bool
     of_caller: bool = False
+    calls: Any = 1
 
     @property
     def sent_bytes(self) -> int:

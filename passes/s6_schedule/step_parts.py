@@ -30,12 +30,14 @@ class Making:
         policy: what is kept for the backward.
         accumulate: dtype of sums over chunks, where the value is in half precision.
         lazy: outputs in `facts.lazy` are computed when they are read.
+        exchange: how states come from other devices: "gather", "blocks" or "auto".
     """
 
     body: str
     policy: Policy
     accumulate: str
     lazy: bool
+    exchange: str = "auto"
 
 
 class StepParts:
@@ -56,7 +58,7 @@ class StepParts:
     """
 
     def __init__(self, facts: Facts, making: Making, shared: Programs) -> None:
-        self.facts, self.policy = facts, making.policy
+        self.facts, self.policy, self.exchange = facts, making.policy, making.exchange
         self.segments = _programs_of(facts, making, shared)
         self.masks = masks_to_test(facts)
         streamed = {n for s in facts.segments for n in s.outputs}

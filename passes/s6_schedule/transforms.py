@@ -206,12 +206,14 @@ class StepSettings:
         left_out: some rows of some samples are not run.
         several: each of several devices runs its own rows.
         kept_states: segments that keep the states of recurrences, see `kept_states`.
+        by_blocks: segments whose chunks read columns of other devices block by block.
     """
 
     parts: StepParts
     left_out: bool = False
     several: bool = False
     kept_states: frozenset[int] = frozenset()
+    by_blocks: frozenset[int] = frozenset()
 
 
 def _by_policy(transform: Transform) -> Callable[[Scheduling, StepSettings], Scheduling]:
@@ -282,7 +284,9 @@ STEP_PASSES: tuple[StepPass, ...] = (
     Pass(
         "share_rows",
         "each device runs its own rows, and what others read of them is exchanged",
-        _by_policy(share_rows),
+        lambda made, settings: replace(
+            made, program=share_rows(made.program, settings.parts, settings.by_blocks)
+        ),
         needs=("what runs again",),
         gives=("shares",),
         applies=lambda settings: settings.several,
@@ -325,6 +329,7 @@ def transformed(
     left_out: bool = False,
     several: bool = False,
     kept_states: frozenset[int] = frozenset(),
+    by_blocks: frozenset[int] = frozenset(),
 ) -> StepProgram:
     """The step as it runs: memory policy, rows left out, each value dropped in time, loops over layers.
 
@@ -338,7 +343,7 @@ def transformed(
     def verify(one: StepPass, made: Scheduling) -> None:
         check_step(made.program, made.dropped)
 
-    settings = StepSettings(parts, left_out, several, kept_states)
+    settings = StepSettings(parts, left_out, several, kept_states, by_blocks)
     made = run_passes(STEP_PASSES, Scheduling(program), settings, verify)
     check_step(made.program)
     return made.program

@@ -76,6 +76,11 @@ class Builder:
     are made of other states (chained ones, and those of recurrences) are filled by one device after the
     other, and their gradients come back in reverse.
 
+    NOTE [rows of states on several devices]: where attention merges blocks of columns, a device need not hold
+    the states of all rows: it fills its own and keeps no others. While a chunk runs, the columns of the
+    others come block by block, on all devices at the same time (`s4_trace.columns_of_others`). A gradient of
+    a state is added to by the chunks of all devices, and pulled back when the last of them has run.
+
     NOTE [chunks first]: where each chunk goes through several segments before the next chunk does, no segment
     has the rows of all chunks: rows go from one to the next, and their gradients back, a chunk at a time.
     What is kept for the backward is the states of all of them. There each chunk is run forwards once more,
@@ -105,6 +110,7 @@ class Builder:
         several = way.several and bool(self.states)
         self.in_turn = several and programs.in_turn
         self.at_once = several and not self.in_turn
+        self.by_blocks = self.at_once and way.by_blocks
 
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
@@ -118,6 +124,7 @@ class Builder:
             self._inputs("forward"),
             results=(*self.outputs, *self.kept),
             writes=() if filled else tuple(self.states),
+            by_blocks=self.by_blocks,
         )
         body += self._loops(run, *map(self._put, self.outputs), *map(Keep, self.kept))
         body += map(Send, self.states if self.in_turn else ())
@@ -142,20 +149,23 @@ class Builder:
         if self.made_again:
             body += self._fill_states("columns" if self.kept_states else "states", self.kept)
         rolled = self._rolled
-        body += [Allocate(b, zero=True) for b in (*self.state_gradients, *self.sums) if b not in rolled]
+        of_states = [b for b in self.state_gradients if b not in rolled]
+        body += [Allocate(b, zero=True, own=self.by_blocks) for b in of_states]
+        body += [Allocate(b, zero=True) for b in self.sums]
         body += self._memory_of_gradients(BufferKind.COTANGENT)
         joint = Run(
             "joint",
             self._inputs("joint", self.kept),
             results=tuple(self.gradients),
             adds=(*self.state_gradients, *self.sums),
-            finishes=() if self.way.full else tuple(self.state_gradients),
+            finishes=() if self.way.full or self.by_blocks else tuple(self.state_gradients),
+            by_blocks=self.by_blocks,
         )
         in_turn = self.state_gradients if self.in_turn else ()
         body += map(Receive, in_turn)
         body += self._loops(joint, *map(self._put, self.gradients), reverse=True, before=map(Roll, rolled))
         body += map(Send, in_turn)
-        if self.at_once:
+        if self.at_once and not self.by_blocks:
             body += [ReduceScatter(b, others=not self.way.full) for b in self.state_gradients]
         if (self.way.full or self.at_once) and self.states:
             rows = [WriteRows(b, add=True) for b in self.gradients]
@@ -249,7 +259,7 @@ class Builder:
 
     def _memory_of_states(self, states: list[Buffer]) -> list[Instruction]:
         """A state that goes from chunk to chunk begins with zeros."""
-        return [Allocate(b, zero=b.by_chunk) for b in states]
+        return [Allocate(b, zero=b.by_chunk, own=self.by_blocks) for b in states]
 
     def _fill_states(self, program: str, kept: tuple[Buffer, ...]) -> list[Instruction]:
         """The states of all rows, before a chunk that may read any of them; not those that were kept."""
@@ -262,7 +272,7 @@ class Builder:
         filling = self._loops(run) if kept and not own else [Chunks((run,))]
         if self.in_turn:
             return [*map(Receive, self.states), *filling, *map(Send, self.states)]
-        return [*filling, *map(AllGather, self.states if self.at_once else ())]
+        return [*filling, *map(AllGather, self.states if self.at_once and not self.by_blocks else ())]
 
     def _memory_of_gradients(self, kind: BufferKind) -> Iterable[Instruction]:
         """Gradients of streamed inputs lie where something else did that nobody reads any more."""

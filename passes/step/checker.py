@@ -15,6 +15,7 @@ from ..graph.facts import shape_of, tensors_of
 from .buffer_states import BufferStates, Rows
 from .faults import Fault, place_of
 from .instructions import (
+    BY_COLUMNS,
     BY_ROWS,
     DEVICE,
     AllGather,
@@ -162,6 +163,8 @@ def _allocate(state: BufferStates, instruction: Allocate) -> None:
     if buffer.kind is BufferKind.STATE and buffer.by_chunk and not instruction.zero:
         raise Fault(f"{buffer.name} goes from chunk to chunk, and does not begin with zeros")
     _lies_where_it_should(state, buffer, instruction.place)
+    if instruction.own is not (buffer.kind in BY_COLUMNS and state.signature.holds_own_states):
+        raise Fault(f"{buffer.name} has the rows of this device alone, or all, and the other is so")
     state.hold(buffer, Rows.ZERO if instruction.zero else Rows.ANYTHING)
 
 
@@ -205,6 +208,7 @@ def _free(state: BufferStates, instruction: Free) -> None:
     if buffer not in state.read:
         raise Fault(f"{buffer.name} is freed and was never read")
     shared = buffer.kind is BufferKind.STATE_GRADIENT and state.procedure.several
+    shared = shared and not state.signature.holds_own_states  # what others add comes with each chunk
     if shared and buffer not in state.summed and buffer not in state.received:
         raise Fault(f"{buffer.name} is freed without what other devices have added to it")
     del state.rows[buffer]
@@ -330,6 +334,8 @@ def _round(state: BufferStates, instruction: Round) -> None:
 def _all_gather(state: BufferStates, instruction: AllGather) -> None:
     buffer = instruction.buffer
     state.complete(buffer)
+    if state.signature.holds_own_states:
+        raise Fault(f"{buffer.name} has no room for the rows of others")
     if buffer in state.gathered:
         raise Fault(f"{buffer.name} is gathered twice")
     state.gathered.add(buffer)
@@ -338,6 +344,8 @@ def _all_gather(state: BufferStates, instruction: AllGather) -> None:
 def _reduce_scatter(state: BufferStates, instruction: ReduceScatter) -> None:
     buffer = instruction.buffer
     state.need(buffer)
+    if state.signature.holds_own_states:
+        raise Fault(f"{buffer.name} has no rows of others")
     if buffer not in state.added or buffer in state.summed:
         raise Fault(f"{buffer.name} is summed before anything was added to it, or twice")
     if (buffer in state.finished) is not instruction.others:

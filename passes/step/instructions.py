@@ -69,11 +69,13 @@ class Allocate:
 
     Attributes:
         place: where it lies. What lies elsewhere comes to the device, and leaves it, by the rows of a chunk.
+        own: of a state, or its gradient, the rows of this device alone.
     """
 
     buffer: Buffer
     zero: bool = False
     place: str = DEVICE
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class Run:
         finishes: state gradients of which it differentiates the chunk's rows. Nothing is added to those rows
             afterwards: what reads them has been differentiated, by this call at the latest.
         own: it reads no columns but those of its own rows.
+        by_blocks: the states hold the rows of this device. Those of others come while it runs, and what it
+            adds to their gradients goes to them, see NOTE [columns in blocks]; all devices run it together.
         price: what is saved of the chunk, by the forward, or was: a program computes nothing of it again.
         rewrites: states whose rows of the chunk it writes once more, with what they hold.
     """
@@ -145,6 +149,7 @@ class Run:
     adds: tuple[Buffer, ...] = ()
     finishes: tuple[Buffer, ...] = ()
     own: bool = False
+    by_blocks: bool = False
     price: Price | None = None
     rewrites: tuple[Buffer, ...] = ()
 

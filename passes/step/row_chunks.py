@@ -8,8 +8,8 @@ import itertools
 TILE = 128
 
 
-def split_rows(total: int, chunk: int, tile: int = TILE) -> list[tuple[int, int]]:
-    """`(start, length)` of chunks of at most `chunk` rows, as even as possible.
+def split_rows(total: int, chunk: int, tile: int = TILE, count: int = 0) -> list[tuple[int, int]]:
+    """`(start, length)` of chunks of at most `chunk` rows, as even as possible; of `count` chunks, if given.
 
     Even chunks need the least memory, and keep the last one from having a single row, for which a program of
     its own is needed.
@@ -18,7 +18,7 @@ def split_rows(total: int, chunk: int, tile: int = TILE) -> list[tuple[int, int]
     batches of many lengths then have chunks of few sizes. cuDNN compiles a kernel for each, and products on
     GPUs work in such tiles.
     """
-    count = -(-total // chunk)
+    count = count or -(-total // chunk)
     tiled = -(-total // count // tile) * tile
     if chunk % tile == 0 and count > 1 and total - (count - 1) * tiled > 1:
         lengths = [tiled] * (count - 1) + [total - (count - 1) * tiled]

@@ -66,6 +66,8 @@ def _is_as_it_was_made(state: BufferStates, run: Run) -> None:
             raise Fault(f"the program {words} {names(other)}, and not {names(found)}")
     if run.own is not expected.own:
         raise Fault("the program reads the columns of its own rows alone, or others, and the other is so")
+    if run.by_blocks is not expected.by_blocks:
+        raise Fault("columns of other devices come block by block, or are there, and the other is so")
 
 
 def _reads(state: BufferStates, loop: Chunks, run: Run, buffer: Buffer) -> None:
@@ -81,7 +83,7 @@ def _reads(state: BufferStates, loop: Chunks, run: Run, buffer: Buffer) -> None:
     of_loss = buffer.kind is BufferKind.COTANGENT and state.procedure.name == "loss"
     if of_loss and state.signature.way.half and buffer not in state.scaled:
         raise Fault(f"{buffer.name} is not normalized, and gradients in float16 vanish")
-    there = run.own or buffer in state.gathered or buffer in state.received
+    there = run.own or run.by_blocks or buffer in state.gathered or buffer in state.received
     if buffer.kind is BufferKind.STATE and state.procedure.several and not there:
         raise Fault(f"rows of {buffer.name} are read that other devices have")
     lost = [new for new, old in state.lies_on.items() if old == buffer]

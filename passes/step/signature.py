@@ -74,6 +74,11 @@ class Signature:
         """True if the states of all rows are there before the first chunk reads."""
         return self.way.full or (self.way.several and not self.in_turn)
 
+    @property
+    def holds_own_states(self) -> bool:
+        """True if a device holds the states of its own rows alone."""
+        return self.way.by_blocks and self.way.several and not self.in_turn
+
     # ---- a procedure
 
     def interface(self, name: str) -> Interface:
@@ -126,7 +131,8 @@ class Signature:
         made_again = tuple(b for b in states if b not in self.kept_states)
         first = again or self.are_filled_first
         writes = {"states": states, "columns": made_again, "forward": () if first else states}
-        finishes = {"joint": () if self.way.full else of_states, "state_joint": of_states}
+        by_blocks = self.holds_own_states and program in ("forward", "joint")
+        finishes = {"joint": () if self.way.full or by_blocks else of_states, "state_joint": of_states}
         fills = program in ("states", "columns")
         return Run(
             program,
@@ -136,6 +142,7 @@ class Signature:
             adds.get(program, ()),
             finishes.get(program, ()),
             own=program == "state_joint" or (fills and not self.chained),
+            by_blocks=by_blocks,
             rewrites=states if again else (),
         )
 

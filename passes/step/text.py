@@ -135,7 +135,8 @@ def _allocate(instruction: Allocate) -> str:
     dtype = tensors_of(buffer.node)[0].dtype
     held = str(sum_dtype(dtype) if buffer.wide else dtype).removeprefix("torch.")
     shape = ", ".join(map(str, shape_of(buffer.node)))
-    return f"allocate {buffer.name}: {held}[{shape}]{filled}{_place(instruction)}"
+    rows = ", rows of this device" if instruction.own else ""
+    return f"allocate {buffer.name}: {held}[{shape}]{rows}{filled}{_place(instruction)}"
 
 
 def _place(instruction: Allocate | Overwrite) -> str:
@@ -152,7 +153,9 @@ def _run(instruction: Run) -> str:
     finishes = f", finishes {_names(instruction.finishes)}" if instruction.finishes else ""
     writes += f", writes {_names(instruction.rewrites)} again" if instruction.rewrites else ""
     saved = "" if instruction.price is None else f", saved: {instruction.price}"
-    return f"{words}{writes}{adds}{finishes}{', columns of its own rows' if instruction.own else ''}{saved}"
+    columns = ", columns of its own rows" if instruction.own else ""
+    columns += ", columns of other devices block by block" if instruction.by_blocks else ""
+    return f"{words}{writes}{adds}{finishes}{columns}{saved}"
 
 
 def _chunks(loop: Chunks) -> str:

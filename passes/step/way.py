@@ -19,6 +19,8 @@ class Way:
             cotangent in a backward, the input itself in a loss.
         half: float16 occurs in a loss.
         several: each of several devices runs its own rows, see NOTE [rows on several devices].
+        by_blocks: each of them holds the states of its own rows alone; those of others come while a chunk
+            runs, see NOTE [columns in blocks].
         saves: what is kept of which rows for the backward, besides the inputs; nothing if it is empty.
         together: its loop runs together with those of its neighbours, see NOTE [chunks first]: rows that it
             takes from them, and hands to them, one chunk at a time. None: it runs by itself.
@@ -34,6 +36,7 @@ class Way:
     overwrites: frozenset[Buffer] = frozenset()
     half: bool = False
     several: bool = False
+    by_blocks: bool = False
     saves: tuple[Piece, ...] = ()
     together: frozenset[Buffer] | None = None
     elsewhere: frozenset[Buffer] = frozenset()

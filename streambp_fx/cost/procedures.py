@@ -33,6 +33,7 @@ from ..passes.step.instructions import (
     WriteRows,
     ZeroRows,
 )
+from ..runtime.segments.column_blocks import sent_by_blocks
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import (
     BODIES,
@@ -144,7 +145,7 @@ class ProcedureWalk:
 
     def _allocate(self, instruction: Allocate, within: _Bound) -> Iterator[Moment]:
         if instruction.place == DEVICE:
-            self._hold(instruction.buffer, within)
+            self._hold(instruction.buffer, within, instruction.own)
         yield from ()
 
     def _overwrite(self, instruction: Overwrite, within: _Bound) -> Iterator[Moment]:
@@ -159,7 +160,7 @@ class ProcedureWalk:
         """What a buffer holds changes where it is."""
         yield from ()
 
-    def _hold(self, buffer: Buffer, within: _Bound) -> None:
+    def _hold(self, buffer: Buffer, within: _Bound, own: bool = False) -> None:
         assert buffer.node is not None
         key = within.key(buffer)
         if buffer.by_chunk:
@@ -167,7 +168,7 @@ class ProcedureWalk:
             self.ledger.hold(key, CAUSE_OF[buffer.kind], size)
             return
         size = self.cost.bytes_of_buffer(buffer, self.sizes)
-        size = self.cost.share(size) if buffer.kind in BY_ROWS else size
+        size = self.cost.share(size) if own or buffer.kind in BY_ROWS else size
         cause = CAUSE_OF.get(buffer.kind) or self.cause_of_output(key)
         self.ledger.hold(key, cause, size)
 
@@ -196,9 +197,11 @@ class ProcedureWalk:
         assert OF_CHUNKS.issuperset(map(type, loop.body)), "what does it hold?"
         cause, keeps = self.cause_of_programs(segment), any(isinstance(inner, Keep) for inner in loop.body)
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
+            yield from self._blocks(run, within)
             calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
-                now = {**held, cause: held.get(cause, 0) + call.peak + self._staged(run, within, call)}
+                more = call.peak + self._staged(run, within, call) + self._block(run, runner)
+                now = {**held, cause: held.get(cause, 0) + more}
                 work = call.work if runner.programs.in_turn else self.cost.share_of_work(call.work)
                 yield Moment(within.phase, segment.index, call.chunk, run.program, now, work)
                 if keeps:
@@ -210,6 +213,32 @@ class ProcedureWalk:
         elsewhere = within.call.way.elsewhere
         rows = (b for b in run.inputs if b in elsewhere)
         return sum(self.cost.bytes_of_rows(within.runner, b, self.sizes, call) for b in rows)
+
+    def _block(self, run: Run, runner: SegmentRunner) -> Any:
+        """Bytes of the columns of other devices that are there while a chunk reads them."""
+        return self.cost.bytes_of_block(runner, run, self.sizes) if run.by_blocks else 0
+
+    def _blocks(self, run: Run, within: _Bound) -> Iterator[Moment]:
+        """What has come block by block while the chunks ran, and what was sent back."""
+        if not run.by_blocks:
+            return
+        states = within.runner.programs.buffers(BufferKind.STATE)
+        of_states = within.runner.programs.buffers(BufferKind.STATE_GRADIENT) if run.adds else []
+        kept = any(b.kind is BufferKind.KEPT for b in run.inputs)  # results of attention, mostly
+        again = 2 if run.adds and not kept else 1  # the backward attends once more
+        columns, calls = sent_by_blocks(self.sizes.tokens, self.cost.devices, self.sizes.chunk)
+        for kind, buffers, times in (
+            (CollectiveKind.ALL_GATHER, states, again),
+            (CollectiveKind.REDUCE_SCATTER, of_states, 1),
+        ):
+            size = sum(self.cost.bytes_of_buffer(b, self.sizes) for b in buffers) * columns
+            size = size / self.sizes.tokens if self.sizes.symbolic else size // self.sizes.tokens
+            what = "states" if kind is CollectiveKind.ALL_GATHER else "gradients of states"
+            name = f"{what} of segment {within.call.segment}"
+            sent = Collective(kind, name, self.cost.devices, times * size, ahead=False, calls=times * calls)
+            held = self.ledger.bytes((STATE, self._block(run, within.runner)))
+            if buffers:
+                yield Moment(within.phase, within.call.segment, None, kind.value, held, collective=sent)
 
     def _exchange(self, instruction: AllGather | ReduceScatter, within: _Bound) -> Iterator[Moment]:
         """Rows are packed, one piece for each device; what comes or goes has the size of the whole."""

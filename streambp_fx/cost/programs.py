@@ -22,9 +22,10 @@ from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
 from ..passes.s5_lower.programs import Trace
 from ..passes.s6_schedule.own_rows import made_by_rows
-from ..passes.step.instructions import Buffer, Run
+from ..passes.step.instructions import Buffer, BufferKind, Run
 from ..passes.step.saving import ALL, Share, is_within
 from ..runtime.executor import Executor
+from ..runtime.segments.column_blocks import can_take_turns
 from ..runtime.segments.segment_runner import SegmentRunner
 from .held_bytes import LOW, PREFIX, ROWS, TOKENS, TOTAL, Sizes
 
@@ -136,6 +137,28 @@ class ProgramCosts:
         always = not self.executor.asked.always_full.isdisjoint(runner.masks)
         return runner.segment.reach is Reach.FULL or (always and not runner.segment.chained)
 
+    def reads_by_blocks(self, runner: SegmentRunner, sizes: Sizes) -> bool:
+        """True if columns of other devices can come by blocks, see `SegmentRunner.may_read_by_blocks`."""
+        if runner.programs.in_turn or runner.segment.removed or self.is_full(runner):
+            return False
+        if not sizes.symbolic and not can_take_turns(sizes.tokens, self.devices, sizes.chunk):
+            return False
+        extent = Extent(SAMPLE, SAMPLE, SAMPLE, 4 * SAMPLE, of_others=True)
+        numbers = _numbers(self.facts, runner, extent)
+        return runner.programs.read_by_blocks(self.plain_of(runner), extent, numbers)
+
+    def bytes_of_block(self, runner: SegmentRunner, run: Run, sizes: Sizes) -> Any:
+        """Bytes that are there while a block of columns is read, besides what the program holds.
+
+        They are as many columns as a chunk has rows: gathered, joined and, in a backward, differentiated and
+        summed (`runtime.segments.column_blocks`).
+        """
+        kinds = (BufferKind.STATE, BufferKind.STATE_GRADIENT) if run.adds else (BufferKind.STATE,)
+        buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
+        twice = 2 * sum(self.bytes_of_buffer(b, sizes) for b in buffers)
+        rows = sizes.tokens
+        return twice / rows * sizes.chunk if sizes.symbolic else twice * sizes.chunk // rows
+
     def extents(self, runner: SegmentRunner, sizes: Sizes, share: Share = ALL) -> list[Any]:
         """The chunks of a share of a segment's rows; with symbolic sizes the last one alone."""
         rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
@@ -167,12 +190,19 @@ class ProgramCosts:
             for chunk, extent in enumerate(extents, first):
                 cost = self.program(runner, run, extent, sizes)
                 each = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
-                peak, work = self.value(cost.peak, sizes, extent), self.work(cost, sizes, extent, each)
+                held = self._own_columns(extent, sizes) if run.by_blocks else extent
+                peak, work = self.value(cost.peak, sizes, held), self.work(cost, sizes, extent, each)
                 work = work if sizes.symbolic else work + Work(programs=1)
                 saved = each(cost.saved, sizes, extent)
                 found.append(ChunkCost(chunk, extent.start, extent.rows, peak, work, saved))
             self._calls_of[key] = found
         return self._calls_of[key]
+
+    def _own_columns(self, extent: Extent, sizes: Sizes) -> Extent:
+        """The same rows with no more columns before them than a device has."""
+        most = self.share(sizes.tokens) - sizes.chunk
+        prefix = most if sizes.symbolic else max(0, min(extent.prefix, most))
+        return replace(extent, prefix=prefix, low=extent.start - prefix)
 
     def work(
         self, cost: ProgramCost, sizes: Sizes, extent: Any = None, value: Callable[..., Any] | None = None

@@ -19,6 +19,7 @@ from ..passes.cost.program import largest
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.offloading import moved
+from ..passes.s6_schedule.own_rows import segments_for_blocks
 from ..passes.s6_schedule.program import StepProgram
 from ..passes.s6_schedule.program.values import ValueKind
 from ..passes.s6_schedule.rows_elsewhere import rows_elsewhere
@@ -121,7 +122,7 @@ class StepCost(ProgramCosts):
     def step_of(self, sizes: Sizes) -> StepProgram:
         """The step of a batch without padding; symbols are taken to be what they were in the capture."""
         if self.devices > 1:
-            return self.shared_program
+            return self._shared_program(sizes)
         if sizes.symbolic:
             sizes = self.sizes(self.facts.values[self.facts.sequence])  # type: ignore[index]
         values = {**self.facts.values, **sizes.others, self.facts.sequence: sizes.tokens}
@@ -135,10 +136,14 @@ class StepCost(ProgramCosts):
         found.devices = devices
         return found
 
-    @property
-    def shared_program(self) -> StepProgram:
+    def _shared_program(self, sizes: Sizes) -> StepProgram:
         """The same on one of several devices, each of which runs its own rows."""
-        return self.executor.step_program(self.executor.segments_where(self.is_full), several=True)
+        wanted = segments_for_blocks(self.executor.parts, self.devices)
+        by_blocks = self.executor.segments_where(
+            lambda r: r.segment.index in wanted and self.reads_by_blocks(r, sizes)
+        )
+        full = self.executor.segments_where(self.is_full)
+        return self.executor.step_program(full, several=True, by_blocks=by_blocks)
 
     def procedures(self, segment: Segment) -> list[Procedure]:
         """What runs a segment, once each; nothing of one that runs unchunked."""

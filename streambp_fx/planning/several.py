@@ -182,7 +182,9 @@ def _after(engine: Engine, size: int) -> Collective:
 
 def _traffic(called: list[Collective], kind: CollectiveKind) -> Traffic:
     own = [c for c in called if c.kind is kind]
-    return Traffic(kind.value, len(own), sum(c.bytes for c in own), sum(c.sent_bytes for c in own))
+    return Traffic(
+        kind.value, sum(c.calls for c in own), sum(c.bytes for c in own), sum(c.sent_bytes for c in own)
+    )
 
 
 def _by_group(called: list[Collective]) -> list[GroupTraffic]:

@@ -21,6 +21,7 @@ from ..passes.s5_lower.programs import SegmentPrograms
 from ..passes.s6_schedule.build import schedule
 from ..passes.s6_schedule.checker import UnsoundStep
 from ..passes.s6_schedule.kept_states import segments_with_small_states
+from ..passes.s6_schedule.own_rows import segments_for_blocks
 from ..passes.s6_schedule.program import StepProgram
 from ..passes.s6_schedule.step_parts import Making, Programs, StepParts
 from ..passes.s6_schedule.transforms import transformed
@@ -74,7 +75,9 @@ class Executor:
         # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
         self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         self.policy, self.wide = options.stored, options.accumulate == "float32"
-        making = Making(options.body, self.policy, options.accumulate, options.logits == "lazy")
+        making = Making(
+            options.body, self.policy, options.accumulate, options.logits == "lazy", options.exchange
+        )
         self.parts = StepParts(facts, making, self.programs)
         self.runners = [
             SegmentRunner(facts, s, own) if isinstance(own, SegmentPrograms) else None
@@ -99,6 +102,7 @@ class Executor:
         left_out: bool = False,
         several: bool = False,
         kept_states: frozenset[int] = frozenset(),
+        by_blocks: frozenset[int] = frozenset(),
     ) -> StepProgram:
         """The instructions of a step, checked; made once for each kind of step.
 
@@ -108,11 +112,12 @@ class Executor:
             left_out: some rows of some samples are not run.
             several: each of several devices runs its own rows.
             kept_states: segments that keep the states of recurrences, see `kept_states`.
+            by_blocks: segments whose chunks read columns of other devices block by block.
 
         Raises:
             CompileError: what was made is wrong.
         """
-        key = full, training, left_out, several, kept_states
+        key = full, training, left_out, several, kept_states, by_blocks
         if key not in self._steps:
             try:
                 made = transformed(schedule(self.parts, full, training), self.parts, *key[2:])
@@ -129,7 +134,7 @@ class Executor:
         left_out, several = step.needed is not None, step.own is not None
         keeps = step.training and not several
         kept_states = self.segments_keeping_states(step.chunk, step.sizes) if keeps else frozenset[int]()
-        return self.step_program(full, step.training, left_out, several, kept_states)
+        return self.step_program(full, step.training, left_out, several, kept_states, step.by_blocks)
 
     def segments_keeping_states(self, rows: int, sizes: Mapping[sympy.Symbol, int]) -> frozenset[int]:
         """Segments that keep the states of recurrences in a training step on one device.
@@ -139,6 +144,12 @@ class Executor:
             sizes: of all size symbols.
         """
         return segments_with_small_states(self.parts, rows, sizes)
+
+    def _segments_by_blocks(self, step: StepData) -> frozenset[int]:
+        """Segments whose chunks read columns of other devices block by block."""
+        assert step.own is not None
+        wanted = segments_for_blocks(self.parts, step.own.devices)
+        return self.segments_where(lambda r: r.segment.index in wanted and r.may_read_by_blocks(step))
 
     def segments_where(self, holds: Callable[[SegmentRunner], bool]) -> frozenset[int]:
         """Of the segments that are run by chunks, the indices of those for which something holds."""
@@ -218,7 +229,8 @@ class Executor:
     def _prepared(self, inputs: tuple, rows: int | None, loss_rows: int | None) -> Prepared:
         """Ask the data what decides how the step runs: in time linear in the sequence."""
         values, sizes = self.begin(inputs)
-        self.shares.agree(inputs, stored=self.stored is not None)
+        chosen = f"{rows or self.options.rows} {self.policy}"
+        alike = self.shares.agree(inputs, chosen, stored=self.stored is not None)
         step, questions = self._step(sizes, rows, loss_rows), Questions()
         self._note(step)
         fetch = functools.partial(self.value, values=values, sizes=sizes)
@@ -230,6 +242,8 @@ class Executor:
             self.asked.ask_where_it_counts(questions, fetch, sweep.unread)
         step.plain, step.full = self.asked.plain(questions), self.asked.full(questions)
         step.empty_rows, step.flags = self.asked.empty_rows(questions), self.flags.answers(questions)
+        if alike and step.own is not None:
+            step.by_blocks = self._segments_by_blocks(step)
         if sweep is not None:
             sweep.learn(questions)
             self.padding.leave_out(step, sweep, self.asked.plain_where_it_counts(questions))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -64,18 +65,22 @@ class Sharing:
         """Whose rows of a sequence are whose; None if all are this device's."""
         return OwnRows(self.group, tokens, self.in_turn) if self.is_on else None
 
-    def agree(self, inputs: Iterable[Any], stored: bool = False) -> None:
+    def agree(self, inputs: Iterable[Any], chosen: str, stored: bool = False) -> bool:
         """See that all devices are given the same.
 
         Args:
             inputs: of the graph, parameters among them.
+            chosen: how the step runs on this device.
             stored: memory of parameters need not be there.
+
+        Returns:
+            True if all have chosen the same.
 
         Raises:
             InputError: they are not.
         """
         if not self.is_on:
-            return
+            return True
         tensors = [v for v in inputs if isinstance(v, Tensor)]
         data = [v for v in tensors if not isinstance(v, torch.nn.Parameter)]
         weights = [v for v in tensors if isinstance(v, torch.nn.Parameter)]
@@ -85,16 +90,20 @@ class Sharing:
         draws = Draws(tuple(tensors)) if self.random else None
         states = [] if draws is None else [draws.host, *draws.devices[1]]
         numbers = torch.tensor(
-            [shapes, _digest(data), _digest(weights), _digest(states)], dtype=torch.int64, device="cpu"
+            [shapes, _digest(data), _digest(weights), _digest(states), zlib.crc32(chosen.encode())],
+            dtype=torch.int64,
+            device="cpu",
         )
-        size = dist.get_world_size(self.group) * len(COMPARED)
+        size = dist.get_world_size(self.group) * len(numbers)
         flat = torch.empty(size, dtype=torch.int64, device=device)
         all_gather(flat, numbers.to(device), self.group)
-        for what, own in zip(COMPARED, flat.view(-1, len(COMPARED)).t().tolist(), strict=True):
+        *compared, choices = flat.view(-1, len(numbers)).t().tolist()
+        for what, own in zip(COMPARED, compared, strict=True):
             others = [k for k, number in enumerate(own) if number != own[0]]
             if others:
                 raise InputError(OTHERS.format(what=what, other=others[0]))
         self._weights_agree = True
+        return len(set(choices)) == 1
 
     def prepare(self, frame: StepFrame) -> None:
         """Gradients of what the caller gives are summed: those that one instruction reads, together.

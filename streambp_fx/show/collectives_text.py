@@ -33,16 +33,17 @@ def collective_lines(moments: Iterable[Moment]) -> list[str]:
     return lines
 
 
-def _key(placed: Placed) -> tuple[str, CollectiveKind, int, bool]:
+def _key(placed: Placed) -> tuple[str, CollectiveKind, int, int, bool]:
     own = placed.collective
-    return placed.phase, own.kind, own.bytes, own.of_caller
+    return placed.phase, own.kind, own.bytes, own.calls, own.of_caller
 
 
 def _line(run: Sequence[Placed]) -> str:
     first, last = run[0].collective, run[-1].collective
     name = first.name if first.name == last.name else name_range(first.name, last.name)
     each = f"{readable(first.bytes)}{'' if len(run) == 1 else ' each'}"
-    return f"{first.kind.value:<15} {each:<14}  {name}: {_where(run, first)}"
+    calls = f", block by block in {first.calls:,} calls" if first.calls != 1 else ""
+    return f"{first.kind.value:<15} {each:<14}  {name}: {_where(run, first)}{calls}"
 
 
 def _where(run: Sequence[Placed], first: Collective) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ from ...passes.step.instructions import (
 from ...passes.step.procedure import Procedure
 from ...passes.step.saving import is_within
 from . import rows_elsewhere
+from .column_blocks import ColumnBlocks
 from .own_rows import OwnRows
 from .segment_runner import SegmentRunner
 from .step_blocks import RowBlock, StepData
@@ -57,6 +59,8 @@ class Frame:
         kept: by index of the chunk.
         passing: buffers of which the rows of one chunk are there, see `Procedure.passing`.
         columns: of state gradients that are held in part, the first column that is there, and the end.
+        own_states: states, and their gradients, that have the rows of this device alone.
+        exchange: brings columns of other devices while the loop runs that needs them.
         function: the autograd node that will return what is rounded, whose inputs are the streamed inputs of
             the segment, then its constants.
         scale: what `Scale` multiplies by, beside `unit`.
@@ -74,6 +78,8 @@ class Frame:
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
     passing: frozenset[Buffer] = frozenset()
     columns: dict[Buffer, tuple[int, int]] = field(default_factory=dict)
+    own_states: set[Buffer] = field(default_factory=set)
+    exchange: ColumnBlocks | None = None
     function: Any = None
     scale: Tensor | None = None
     unit: Tensor | None = None
@@ -121,7 +127,7 @@ def prepare(procedure: Procedure, frame: Frame) -> None:
     runner, step = frame.runner, frame.step
     for loop, call in procedure.runs():
         for _, block in blocks_of(loop, frame) if call.adds else ():
-            extent = (block.own() if call.own else block).extent
+            extent = _block_of(call, block, frame).extent
             numbers = runner.numbers(extent, step.seed, step.of(block.part))
             runner.program(call.program, extent, step, numbers, call.price)
 
@@ -133,10 +139,12 @@ def execute(instruction: Instruction, frame: Frame) -> None:
 
 def _allocate(instruction: Allocate, frame: Frame) -> None:
     buffer = instruction.buffer
-    frame.tensors[buffer] = _new(buffer, frame, instruction.zero, instruction.place)
+    frame.tensors[buffer] = _new(buffer, frame, instruction.zero, instruction.place, instruction.own)
+    if instruction.own:
+        frame.own_states.add(buffer)
 
 
-def _new(buffer: Buffer, frame: Frame, zero: bool, place: str) -> Tensor:
+def _new(buffer: Buffer, frame: Frame, zero: bool, place: str, own: bool = False) -> Tensor:
     assert buffer.node is not None
     if place != DEVICE:
         return frame.runner.allocate_elsewhere(buffer.node, frame.step, place, zero)
@@ -146,8 +154,8 @@ def _new(buffer: Buffer, frame: Frame, zero: bool, place: str) -> Tensor:
     if buffer.kind is BufferKind.SUM:  # in the memory layout of what it is the gradient of
         constant = frame.tensors[Buffer(BufferKind.CONSTANT, buffer.node)]
         return torch.zeros_like(constant, dtype=frame.runner.sum_dtype(buffer, constant.dtype))
-    by_rows = buffer.kind in BY_ROWS
-    return frame.runner.allocate(buffer.node, frame.step, frame.like, zero, buffer.wide, own=by_rows)
+    own = own or buffer.kind in BY_ROWS
+    return frame.runner.allocate(buffer.node, frame.step, frame.like, zero, buffer.wide, own=own)
 
 
 def _overwrite(instruction: Overwrite, frame: Frame) -> None:
@@ -169,12 +177,16 @@ def _free(instruction: Free, frame: Frame) -> None:
         return
     del frame.tensors[instruction.buffer]
     frame.columns.pop(instruction.buffer, None)
+    frame.own_states.discard(instruction.buffer)
 
 
 def _chunks(instruction: Chunks, frame: Frame) -> None:
     blocks = blocks_of(instruction, frame)
     order = blocks[::-1] if instruction.reverse else blocks
     elsewhere = _read_elsewhere(instruction, frame)
+    by_blocks = any(inner.by_blocks for inner in instruction.body if isinstance(inner, Run))
+    if by_blocks and frame.step.own is not None:
+        frame.exchange = ColumnBlocks(frame.step.own, frame.step.chunk)
     for place, (frame.index, frame.block) in enumerate(order):
         for _, following in order[place + 1 : place + 2] if elsewhere else ():  # its rows come meanwhile
             for buffer in elsewhere:
@@ -193,11 +205,28 @@ def blocks_of(loop: Chunks, frame: Frame) -> list[tuple[int, RowBlock]]:
 
 def _run(instruction: Run, frame: Frame) -> None:
     assert frame.block is not None
-    block = frame.block.own() if instruction.own else frame.block
+    block = _block_of(instruction, frame.block, frame)
     kind, inputs = instruction.program, instruction.inputs
-    found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs, instruction.price)
+    with _turn(instruction, block, frame):
+        found = frame.runner.call(kind, block, frame.step, frame.index, frame, inputs, instruction.price)
     for buffer in instruction.results:
         frame.results[buffer] = found if buffer.kind is BufferKind.KEPT else found.pop(0)
+
+
+def _turn(run: Run, block: RowBlock, frame: Frame) -> AbstractContextManager[None]:
+    """Within: columns of other devices come, if the program reads any."""
+    if not run.by_blocks:
+        return nullcontext()
+    assert frame.exchange is not None
+    return frame.exchange.turn(block.extent.start)
+
+
+def _block_of(run: Run, block: RowBlock, frame: Frame) -> RowBlock:
+    """The rows that a program runs on, with the columns that it reads."""
+    if run.by_blocks:
+        assert frame.step.own is not None
+        return RowBlock(frame.step.own.of_others(block.extent), block.part)
+    return block.own() if run.own else block
 
 
 def _read_elsewhere(loop: Chunks, frame: Frame) -> list[Buffer]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...passes.graph.facts import Axis
+from ...passes.s4_trace.program_inputs import Extent
 from ...versions.differences import collective
 
 Size = Callable[[sympy.Expr], int]
@@ -86,11 +87,31 @@ class OwnRows:
             total: rows of the value; fewer than tokens where a slice took the last ones off.
             rank: of the device; None: this one.
         """
-        pieces = self.devices if self.in_turn else 2 * self.devices
-        k = self.rank if rank is None else rank
-        own = (k,) if self.in_turn else (k, pieces - 1 - k)
-        borders = ((self.tokens * p // pieces, min(self.tokens * (p + 1) // pieces, total)) for p in own)
-        return [(start, stop) for start, stop in borders if start < stop]
+        own = (self.piece(p, total) for p in self.pieces_of(self.rank if rank is None else rank))
+        return [(start, stop) for start, stop in own if start < stop]
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the sequence is cut."""
+        return self.devices if self.in_turn else 2 * self.devices
+
+    def pieces_of(self, rank: int) -> tuple[int, ...]:
+        """The indices of a device's pieces among all, in order."""
+        return (rank,) if self.in_turn else (rank, self.pieces - 1 - rank)
+
+    def piece(self, index: int, total: int) -> Span:
+        """First row and end of a piece of so many rows; there may be none."""
+        start, stop = (self.tokens * k // self.pieces for k in (index, index + 1))
+        return min(start, total), min(stop, total)
+
+    def chunks_of_piece(self, chunk: int) -> int:
+        """Into how many chunks each piece is cut: as many as the longest one needs."""
+        return -(-self.longest_piece // chunk)
+
+    @property
+    def longest_piece(self) -> int:
+        """Rows of the longest piece; others have one fewer."""
+        return -(-self.tokens // self.pieces)
 
     def count(self, total: int, rank: int | None = None) -> int:
         """How many of so many rows a device has."""
@@ -104,6 +125,12 @@ class OwnRows:
                 return before + row - start
             before += stop - start
         raise AssertionError(f"row {row} is not on device {self.rank}")
+
+    def of_others(self, extent: Extent) -> Extent:
+        """The same rows of this device, whose columns are those that it holds before them."""
+        place = self.place(extent.start)
+        low = extent.start - place
+        return Extent(extent.rows, place, low, extent.total, of_others=True)
 
     def begin_of(self, rank: int) -> int:
         """In turn: the first row of a device."""

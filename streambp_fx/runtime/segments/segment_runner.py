@@ -23,6 +23,7 @@ from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
 from ...passes.step.row_chunks import split_rows
 from ...passes.step.saving import Price
 from . import rows_elsewhere
+from .column_blocks import can_take_turns
 from .failures import compile_error
 from .own_rows import RowsOfValue
 from .round_sums import is_added, rounded
@@ -36,6 +37,7 @@ class Held(Protocol):
     kept: dict[int, list[Tensor]]
     passing: frozenset[Buffer]
     columns: dict[Buffer, tuple[int, int]]
+    own_states: set[Buffer]
 
     @property
     def device(self) -> torch.device:
@@ -176,7 +178,35 @@ class SegmentRunner:
         rows = step.chunk if self.segment.mixings else step.loss_chunk
         total = step.total - self.segment.removed
         spans = None if step.own is None else step.own.spans(total)
-        return self.extents_of(step.total, rows, self.is_full(step), spans)
+        count = step.own.chunks_of_piece(rows) if step.own is not None and self.is_by_blocks(step) else 0
+        return self.extents_of(step.total, rows, self.is_full(step), spans, count)
+
+    def is_by_blocks(self, step: StepData) -> bool:
+        """True if columns of other devices come block by block, see NOTE [columns in blocks]."""
+        return self.segment.index in step.by_blocks
+
+    def may_read_by_blocks(self, step: StepData) -> bool:
+        """True if its programs can read the columns of other devices block by block in this step.
+
+        Raises:
+            CompileError: a program cannot be traced.
+        """
+        own, chunk = step.own, step.chunk
+        if own is None or own.in_turn or self.segment.removed or self.is_full(step):
+            return False
+        if not can_take_turns(own.tokens, own.devices, chunk):
+            return False
+        spans, count = own.spans(step.total), own.chunks_of_piece(chunk)
+        plain = frozenset(m for m, mine in self.model_masks.items() if mine in step.plain)
+        extents = map(own.of_others, self.extents_of(step.total, chunk, False, spans, count))
+        for extent in {e.pattern: e for e in extents}.values():
+            numbers = self.numbers(extent, step.seed, step)
+            try:
+                if not self.programs.read_by_blocks(plain, extent, numbers):
+                    return False
+            except PassError as error:
+                raise compile_error(error) from error
+        return True
 
     def extents_of(
         self,
@@ -184,17 +214,19 @@ class SegmentRunner:
         chunk: int,
         full: bool | None = None,
         spans: Sequence[tuple[int, int]] | None = None,
+        count: int = 0,
     ) -> list[Extent]:
         """The chunks for a sequence length. A window bounds how far back a chunk's columns begin.
 
         Args:
             spans: first row and end of the pieces that are run; None: all rows are.
+            count: chunks of each piece; 0: as many as it needs.
         """
         full = self.segment.reach is Reach.FULL if full is None else full
         result = []
         total = tokens - self.segment.removed
         pieces = [(0, total)] if spans is None else spans
-        cut = ((first, split_rows(end - first, chunk)) for first, end in pieces)
+        cut = ((first, split_rows(end - first, chunk, count=count)) for first, end in pieces)
         for start, rows in ((first + k, rows) for first, own in cut for k, rows in own):
             low = 0 if self.segment.mixings else start
             if self.segment.window is not None and not full:
@@ -276,8 +308,12 @@ class SegmentRunner:
                 assert buffer.node is not None
                 node = self.twins[buffer.node]
                 value = self._samples_of(node, frame.tensors[buffer], block.part, step)
-                there = buffer in frame.columns  # no others are held
-                given = value if there else self.input(buffer, value, extent, own, index)
+                if buffer in frame.own_states:
+                    given = self.own_columns(buffer, value, extent, own)
+                elif buffer in frame.columns:  # no others are held
+                    given = value
+                else:
+                    given = self.input(buffer, value, extent, own, index)
                 if buffer.kind in BY_ROWS and given.device != frame.device:
                     given = given.to(frame.device, non_blocking=True)
                 args.append(given)
@@ -304,6 +340,11 @@ class SegmentRunner:
         if buffer.kind in BY_COLUMNS:
             return value.narrow(buffer.dim, extent.low, extent.columns)
         return value
+
+    def own_columns(self, buffer: Buffer, value: Tensor, extent: Extent, step: StepData) -> Tensor:
+        """The columns of a chunk, as a view of a state that has the rows of this device alone."""
+        assert step.own is not None
+        return value.narrow(buffer.dim, step.own.place(extent.start) - extent.prefix, extent.columns)
 
     def program(
         self, kind: str, extent: Extent, step: StepData, args: list[Any], price: Price | None = None

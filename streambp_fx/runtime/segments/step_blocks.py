@@ -82,6 +82,7 @@ class StepData:
         complete: with `limits`, the step that computes all rows.
         own: the rows that this device runs, of a sequence that lies on several; None: all.
         flags: see NOTE [where flags are 0].
+        by_blocks: segments whose chunks read columns of other devices block by block.
     """
 
     sizes: dict[sympy.Symbol, int]
@@ -100,6 +101,7 @@ class StepData:
     complete: StepData | None = None
     own: OwnRows | None = None
     flags: tuple[tuple[int, ...], ...] = ()
+    by_blocks: frozenset[int] = frozenset()
 
     def parts(self, start: int) -> list[SampleRange | None]:
         """The samples that a chunk is run for, in pieces that lie together; None for all of them."""

@@ -341,7 +341,8 @@ def shared(rank: int, world: int, case: Case) -> Trained:
                 if moment.collective is not None:
                     kind = KINDS[moment.collective.kind.value]
                     count, size = found.planned.get(kind, (0, 0))
-                    found.planned[kind] = count + 1, size + moment.collective.bytes
+                    calls = moment.collective.calls
+                    found.planned[kind] = count + calls, size + moment.collective.bytes
     losses = torch.tensor(found.losses, dtype=torch.float64)
     dist.all_reduce(losses, group=mesh["dp"].get_group())
     found.losses = (losses / case.data).tolist()
