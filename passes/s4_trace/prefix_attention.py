@@ -181,6 +181,7 @@ class PrefixAttention(torch.autograd.Function):
             grad_value.narrow(2, start, length).add_(dv)
             grad_query = dq if grad_query is None else grad_query.add_(dq)
         if ctx.of_others:
+            assert grad_query is not None
             operands = (gradient, query, key, value, grad_key, grad_value, out, lse, ctx.scale)
             return (grad_query.add_(ATTEND_TO_OTHERS_BACKWARD(*operands)), *(None,) * 15)
         own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))

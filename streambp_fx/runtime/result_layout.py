@@ -4,7 +4,9 @@ NOTE [results that share memory]: segments write each value that is returned to 
 order of its dims. For the caller two things differ from the model then: `out.transpose(1, 2).view(-1, n)` may
 not be possible, and of `return x, x.view(-1)` a change of one is not seen in the other. So a result is laid
 out as the model has it, and what is a view of another result is made of that one, by the model's own ops. (Of
-two results that overlap, neither of which holds all elements, each has memory of its own.)
+two results that overlap, neither of which holds all elements, each has memory of its own.) Two results that
+are views of a third value, which is none, are both made of that value: the gradient of one of them, which
+somebody may ask for, is not that of the other.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ class _View:
     """A result that shares memory with another one.
 
     Attributes:
-        of: the other one, which has all elements of `root`.
-        root: of what both are views.
-        part: makes the result of the root.
+        of: what it is a view of: another result, or a value that is none.
+        root: of what all of them are views.
+        first: a result that has all elements of the root.
+        part: makes the result of `of`.
     """
 
     of: Node
     root: Node
+    first: Node
     part: Subgraph
 
 
@@ -61,11 +65,12 @@ class ResultLayout:
         nodes = self.facts.outputs
         values = {n: self._ordered(n, v) for n, v in zip(nodes, made, strict=True) if isinstance(n, Node)}
         alone = frame.step.own is None  # else only some of their rows are here
+        bases = dict(values)
         for node, view in self.views.items() if alone else ():
-            root = values[view.of]
-            if view.of is not view.root:
-                root = root.as_strided(*frame.shape_and_strides(view.root))
-            given = [root if n is view.root else frame.value(n) for n in view.part.inputs]
+            if view.root not in bases:
+                bases[view.root] = values[view.first].as_strided(*frame.shape_and_strides(view.root))
+            base = values.get(view.of, bases[view.root])
+            given = [base if n is view.of else frame.value(n) for n in view.part.inputs]
             made_again = view.part.module(*given)[0]
             # a view that was taken where gradients are off has none
             values[node] = made_again if node in self.facts.needs_grad else made_again.detach()
@@ -84,17 +89,33 @@ def _views(facts: Facts, results: list[Node]) -> Iterator[tuple[Node, _View]]:
     groups: dict[Node, list[Node]] = {}
     for node in results:
         groups.setdefault(_root(node), []).append(node)
+    order = {n: k for k, n in enumerate(facts.nodes)}
     for root, group in groups.items():
         holds_all = [n for n in group if n is root or _is_whole(facts, n, root)]
-        for node in group if len(group) > 1 and holds_all else ():
-            if node is not holds_all[0]:
-                yield node, _View(holds_all[0], root, Subgraph(facts, [node], {root}))
+        if len(group) == 1 or not holds_all:
+            continue
+        # of one that has no gradient the others would have none
+        first = root if root in holds_all else max(holds_all, key=lambda n: n in facts.needs_grad)
+        for node in sorted(group, key=order.__getitem__):
+            if node is not root:
+                of = _nearest(node, group)
+                yield node, _View(of, root, first, Subgraph(facts, [node], {of}))
 
 
 def _root(node: Node) -> Node:
     """What a value is a view of in the end."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _nearest(node: Node, results: list[Node]) -> Node:
+    """What a view is made of: a result, or what it is a view of in the end."""
+    own = node
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+        if node is not own and node in results:
+            return node
     return node
 
 

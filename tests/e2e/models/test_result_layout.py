@@ -118,6 +118,37 @@ def test_a_change_of_one_result_is_seen_in_the_other(shared: str, door: str) -> 
         assert_all_chunked(model, 1)
 
 
+SIBLINGS = {
+    **{name: SHARED[name][0] for name in ("a view", "the first is the view", "a slice", "two views")},
+    "a view and a slice": lambda y: (y.transpose(1, 2), y[:, -1]),
+    "a view of a view": lambda y: (y.transpose(1, 2), y.transpose(1, 2)[:, 3:]),
+    "a slice of a slice": lambda y: (y[:, 1:], y[:, 1:, ::2], y.view(-1, 50)),
+    "the first has no gradient": lambda y: (looked_at(y), y.transpose(1, 2)),
+}
+
+
+@pytest.mark.parametrize("door", ["transform", "compile"])
+@pytest.mark.parametrize("siblings", sample(SIBLINGS, "two views", "a slice of a slice"))
+def test_the_gradient_of_a_result_is_its_own(siblings: str, door: str) -> None:
+    """A result that is a view has no part in the gradient of another view of the same value."""
+    torch._dynamo.reset()
+    made = SIBLINGS[siblings]
+
+    def gradients(call: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        results = call(input_ids=IDS)
+        trained = [r for r in results if r.grad_fn is not None]
+        total = torch.stack([(k + 1) * r.sin().sum() for k, r in enumerate(trained)]).sum()
+        return list(torch.autograd.grad(total, trained))
+
+    with in_double(lambda: Model(made)):  # type: ignore[arg-type, return-value]
+        model = Model(made).double()  # type: ignore[arg-type]
+        eager = copy.deepcopy(model)
+        call = through(door, model)
+        for want, got in zip(gradients(eager), gradients(call), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        assert_all_chunked(model, 1)
+
+
 @torch.no_grad()
 def looked_at(y: Tensor) -> Tensor:
     return y.view(-1, 50)
