@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 from torch.fx import Node
 
 from ..passes.graph.facts import shape_of, tensors_of
@@ -40,6 +41,7 @@ from ..passes.s6_schedule.program import (
 )
 from ..passes.s6_schedule.program.values import Value, ValueKind
 from ..passes.s6_schedule.rows_elsewhere import rows_elsewhere
+from ..runtime.shared_values import LARGE
 from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, SUMMED, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts
@@ -278,11 +280,14 @@ class StepWalk(ProcedureWalk):
         yield self._together(together, (OUTPUTS, 2 * size + self.cost.share(size)))
 
     def _sum_shares(self, instruction: SumShares) -> Iterator[Moment]:
-        """They are copied into one piece of memory, and are views of it afterwards."""
-        size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
-        yield self._together(
-            self._along(CollectiveKind.ALL_REDUCE, "shares of gradients", size), (SUMMED, size)
-        )
+        """Large ones are summed where they lie; others are packed, and are views of that afterwards."""
+        nodes = [_node(v) for v in instruction.inputs]
+        large = [n for n in nodes if sympy.Mul(*shape_of(n)).subs(self.facts.values) >= LARGE]
+        packed = sum(self.cost.bytes_of(n, self.sizes) for n in nodes if n not in large)
+        size = packed + sum(self.cost.bytes_of(n, self.sizes) for n in large)
+        calls = len(large) + bool(len(nodes) - len(large))
+        together = replace(self._along(CollectiveKind.ALL_REDUCE, "shares of gradients", size), calls=calls)
+        yield self._together(together, (SUMMED, packed))
 
     def _along(self, kind: CollectiveKind, name: str, size: Any) -> Collective:
         """A collective of the devices that share a sequence."""

@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .segments.own_rows import OwnRows, RowsOfValue, as_numbers
+from .segments.owned_buffers import OwnedBuffers
+
+#: Elements of a tensor that is summed over devices by itself, and not packed with others.
+LARGE = 1 << 20
 
 
 class Gathered(torch.autograd.Function):
@@ -73,12 +77,16 @@ class CountedOnce(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Leaves whose gradients are sums over the devices: one reduction for all of them."""
+    """Leaves whose gradients are sums over the devices, see `reduced`."""
 
     @staticmethod
-    def forward(ctx: Any, own: OwnRows, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """The leaves, in their shapes and dtypes."""
-        ctx.own = own
+    def forward(ctx: Any, own: OwnRows, buffers: OwnedBuffers, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """The leaves, in their shapes and dtypes.
+
+        Args:
+            buffers: gradients that nobody else holds.
+        """
+        ctx.own, ctx.buffers = own, buffers
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
@@ -87,8 +95,8 @@ class Summed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         """Sums over the devices, in the shapes and dtypes of the leaves; None where no gradient comes."""
         there = [g for g in gradients if g is not None]
-        summed = iter(reduced(there, ctx.own.group))
-        return (None, *(None if g is None else next(summed) for g in gradients))
+        summed = iter(reduced(there, ctx.own.group, ctx.buffers))
+        return (None, None, *(None if g is None else next(summed) for g in gradients))
 
 
 def summed(own: OwnRows, values: Sequence[Any]) -> list[Any]:
@@ -96,16 +104,25 @@ def summed(own: OwnRows, values: Sequence[Any]) -> list[Any]:
     found = list(values)
     learn = [k for k, v in enumerate(found) if isinstance(v, Tensor) and v.requires_grad and v.is_leaf]
     if learn and torch.is_grad_enabled():
-        for k, value in zip(learn, Summed.apply(own, *(found[k] for k in learn)), strict=True):
+        leaves = (found[k] for k in learn)
+        for k, value in zip(learn, Summed.apply(own, OwnedBuffers(), *leaves), strict=True):
             found[k] = value
     return found
 
 
-def reduced(values: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """The sums over the devices of tensors of any shape; one collective for each dtype."""
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(v.dtype for v in values):
-        places = [k for k, v in enumerate(values) if v.dtype == dtype]
+def reduced(values: Sequence[Tensor], group: Any, buffers: OwnedBuffers) -> list[Tensor]:
+    """The sums over the devices of tensors of any shape.
+
+    One collective for each tensor with `LARGE` elements, where it lies if nobody else holds it; and one for
+    the others of each dtype, which are packed.
+
+    Args:
+        buffers: which of them nobody else holds.
+    """
+    found = {k: _reduced_alone(v, group, buffers) for k, v in enumerate(values) if v.numel() >= LARGE}
+    others = [(k, v) for k, v in enumerate(values) if k not in found]
+    for dtype in dict.fromkeys(v.dtype for _, v in others):
+        places = [k for k, v in others if v.dtype == dtype]
         flat = torch.cat([as_numbers(values[k].contiguous()).reshape(-1) for k in places])
         dist.all_reduce(flat, group=group)
         sizes = [as_numbers(values[k]).numel() for k in places]
@@ -114,3 +131,15 @@ def reduced(values: Sequence[Tensor], group: Any) -> list[Tensor]:
             own = part.view(shape)
             found[k] = torch.view_as_complex(own) if values[k].is_complex() else own
     return [found[k] for k in range(len(values))]
+
+
+def _reduced_alone(value: Tensor, group: Any, buffers: OwnedBuffers) -> Tensor:
+    total = value if buffers.take(value) else value.clone()
+    numbers = as_numbers(total)
+    if numbers.is_contiguous():
+        dist.all_reduce(numbers, group=group)
+        return total
+    packed = numbers.contiguous()
+    dist.all_reduce(packed, group=group)
+    numbers.copy_(packed)
+    return total

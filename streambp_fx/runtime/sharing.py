@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import Node
 
 from ..errors import InputError
 from ..passes.graph.facts import Facts
-from ..passes.s6_schedule.program import flat
+from ..passes.s6_schedule.program import Group, Layers, StepInstruction, flat, unrolled
 from .lazy_tensors import Anew
 from .segments.own_rows import OwnRows, all_gather, as_numbers, is_alone
 from .segments.segment_runner import SegmentRunner
@@ -109,18 +110,31 @@ class Sharing:
         """Gradients of what the caller gives are summed: those that one instruction reads, together.
 
         Not of parameters that the step takes, see `StepFrame.behind`.
+
+        NOTE [summed in time]: of what it can run, autograd runs first what was made last. So the node that
+        sums gradients is made right before the instruction whose backward they come from: a layer's are
+        summed and handed over before the next layer runs backwards, and no more than one layer's are held.
         """
         own, leaves = frame.step.own, {v.node for v in frame.program.gradients}
         assert own is not None
         frame.anew = lambda instruction: Anew([], _refuse, lambda _: None)
-        done: set[Node] = set() if frame.groups is None else set(frame.group_of)
-        for instruction in flat(frame.program.forward):
-            read = [n for v in instruction.inputs if (n := v.node) in leaves and n not in done]
-            nodes = [n for n in dict.fromkeys(read) if n is not None and _learns(frame.values[n])]
+        frame.summed = frozenset() if frame.groups is None else frozenset(frame.group_of)
+        outermost = unrolled(frame.program.forward)
+        readers = Counter(n for i in outermost for n in {v.node for one in flat([i]) for v in one.inputs})
+
+        def sum_before(instruction: StepInstruction, inner: StepFrame) -> None:
+            if isinstance(instruction, Layers):  # each round is run, and asked, by itself
+                return
+            read = dict.fromkeys(v.node for one in flat([instruction]) for v in one.inputs)
+            nodes = [n for n in read if n in leaves - inner.summed and _learns(inner.values[n])]
+            if isinstance(instruction, Group):  # so is each instruction in it, but for what others read, too
+                nodes = [n for n in nodes if readers[n] > 1]
             if nodes:
-                summed = Summed.apply(own, *(frame.values[n] for n in nodes))
-                frame.values.update(zip(nodes, summed, strict=True))
-                done.update(nodes)
+                summed = Summed.apply(own, inner.step.owned, *(inner.values[n] for n in nodes))
+                inner.values.update(zip(nodes, summed, strict=True))
+                inner.summed |= set(nodes)
+
+        frame.sum_before = sum_before
 
     def result(self, node: Node, frame: StepFrame) -> Any:
         """A value for the caller."""

@@ -80,6 +80,9 @@ class StepFrame:
         group_of: by parameter, its group.
         stored: what lazy outputs need of parameters that need not be there when they are read.
         collected: values of which all rows are there, of a step whose rows lie on several devices.
+        sum_before: called before each instruction of such a step: gradients of leaves that it is the first
+            to read are summed over the devices as soon as its backward has run.
+        summed: leaves whose gradients are.
     """
 
     facts: Facts
@@ -97,6 +100,8 @@ class StepFrame:
     group_of: Mapping[Node, int] = field(default_factory=dict)
     stored: GraphGroups | None = None
     collected: dict[Node, Tensor] = field(default_factory=dict)
+    sum_before: Callable[[StepInstruction, StepFrame], None] | None = None
+    summed: frozenset[Node] = frozenset()
 
     def value(self, node: Node) -> Any:
         """A value of the step, or a size as a number."""
@@ -172,6 +177,8 @@ def run_step(body: Iterable[StepInstruction], frame: StepFrame) -> None:
         CompileError: a program cannot be traced.
     """
     for instruction in body:
+        if frame.sum_before is not None:
+            frame.sum_before(instruction, frame)
         EXECUTE[type(instruction)](instruction, frame)
 
 

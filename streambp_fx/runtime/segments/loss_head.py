@@ -15,7 +15,7 @@ from ...passes.step.procedure import Procedure
 from .failures import refuse_other_backwards
 from .interpreter import Frame, run
 from .questions_to_data import Questions
-from .segment_function import frame_of
+from .segment_function import frame_of, held_by_autograd
 from .segment_runner import SegmentRunner
 from .step_blocks import RowBlock, StepData, by_chunk, runs
 
@@ -153,8 +153,8 @@ class OneSweepHead(torch.autograd.Function):
         frame.scale, frame.function, runner = cotangents[ctx.position], ctx, frame.runner
         made = run(ctx.procedure, frame)
         found = dict(zip((runner.twins[b.node] for b in ctx.procedure.results), made, strict=True))
-        for node in runner.diff_rows:
-            frame.step.owned.add(found[node])
+        for gradient in held_by_autograd(runner, frame.step, found):
+            frame.step.owned.add(gradient)
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None,) * 5 + tuple(found.get(n) for n in inputs)
 

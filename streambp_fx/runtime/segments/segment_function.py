@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ...passes.step.instructions import Buffer, BufferKind
 from ...passes.step.procedure import Procedure
@@ -91,13 +92,26 @@ class StreamedSegment(torch.autograd.Function):
         made = run(procedure, frame)
         own = [runner.twins[b.node] for b in procedure.results]
         found = dict(zip(own, made, strict=True))
-        for node in runner.diff_rows:
-            step.owned.add(found[node])
+        for gradient in held_by_autograd(runner, step, found):
+            step.owned.add(gradient)
         if any(g is None for g in given):
             reached = runner.reached_from(n for n, g in by_node.items() if g is not None)
             found = {n: g for n, g in found.items() if n in reached}
         inputs = (*runner.segment.rows, *runner.segment.constants)
         return (None, None, None, None, *(found.get(n) for n in inputs))
+
+
+def held_by_autograd(runner: SegmentRunner, step: StepData, found: Mapping[Node, Tensor]) -> list[Tensor]:
+    """Gradients that nobody holds but autograd, which hands them on.
+
+    Those of rows go to the segment before; those of constants go to a sum over devices, if there are several,
+    and else may become the `grad` of a parameter.
+
+    Args:
+        found: by input of the segment, in any shapes and dtypes.
+    """
+    rows = set(runner.diff_rows)
+    return [g for n, g in found.items() if n in rows or step.own is not None]
 
 
 def frame_of(
