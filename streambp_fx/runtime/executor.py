@@ -264,6 +264,8 @@ class Executor:
         frame.anew = lambda instruction: self.padding.completion(instruction.part, prepared.inputs, step)
         if step.own is not None:
             self.shares.prepare(frame)
+        elif self.layout.gone_on_from and torch.is_grad_enabled():
+            frame.lay_out = self.layout.lay_out
         run_step(program.forward, frame)
         results = [self.shares.result(n, frame) if isinstance(n, Node) else n for n in self.results]
         count = len(self.facts.outputs)

@@ -6,7 +6,8 @@ not be possible, and of `return x, x.view(-1)` a change of one is not seen in th
 out as the model has it, and what is a view of another result is made of that one, by the model's own ops. (Of
 two results that overlap, neither of which holds all elements, each has memory of its own.) Two results that
 are views of a third value, which is none, are both made of that value: the gradient of one of them, which
-somebody may ask for, is not that of the other.
+somebody may ask for, is not that of the other. And where the model goes on from a result, what segments read
+of it is made of what the caller gets, for a hook on that may change the gradient of all that follows.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ..passes.graph.facts import Facts, expression, shape_of, tensors_of
 from ..passes.graph.subgraph import Subgraph
 from ..passes.graph.symbols import in_numbers
+from ..passes.s2_prove.inner_outputs import is_shown
 from ..passes.s2_prove.scores import is_view
+from ..passes.s6_schedule.program import StepInstruction
 from .step_interpreter import StepFrame
 
 
@@ -42,6 +47,21 @@ class _View:
     part: Subgraph
 
 
+class _SameNumbers(torch.autograd.Function):
+    """A value that is there in another order in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, laid_out: Tensor, there: Tensor) -> Tensor:
+        """`there`, which has the shape, the dtype and the numbers of `laid_out`."""
+        return there.view_as(there)
+
+    @staticmethod
+    @torch._disable_dynamo
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        """The gradient of `laid_out`."""
+        return gradients[0], None
+
+
 class ResultLayout:
     """How the results of a graph lie in memory.
 
@@ -55,6 +75,20 @@ class ResultLayout:
         found = ((n, _order_in_memory(facts, n)) for n in results)
         self.orders = {n: order for n, order in found if order is not None}
         self.views = dict(_views(facts, results))
+        kept = {*self.orders, *(n for n, view in self.views.items() if n is view.first)}
+        self.gone_on_from = frozenset(n for n in kept if is_shown(facts, n))
+
+    def lay_out(self, instruction: StepInstruction, frame: StepFrame) -> None:
+        """Results that an instruction has made, and from which the model goes on."""
+        made = (v.node for v in instruction.results if v.node in self.gone_on_from)
+        for node in (n for n in made if n is not None and n in frame.values):
+            value, view = frame.values[node], self.views.get(node)
+            laid_out = self._ordered(node, value)
+            if view is not None and view.first is node and view.of is view.root:
+                base = laid_out.as_strided(*frame.shape_and_strides(view.root))
+                frame.laid_out[view.root], laid_out = base, _made_of(base, view, frame)
+            frame.laid_out[node] = laid_out
+            frame.values[node] = _SameNumbers.apply(laid_out, value.detach())
 
     def apply(self, made: Sequence[Any], frame: StepFrame) -> list[Any]:
         """The model's outputs as the caller gets them.
@@ -63,15 +97,16 @@ class ResultLayout:
             made: what the step has made for each.
         """
         nodes = self.facts.outputs
-        values = {n: self._ordered(n, v) for n, v in zip(nodes, made, strict=True) if isinstance(n, Node)}
+        pairs = ((n, v) for n, v in zip(nodes, made, strict=True) if isinstance(n, Node))
+        values = {n: frame.laid_out[n] if n in frame.laid_out else self._ordered(n, v) for n, v in pairs}
         alone = frame.step.own is None  # else only some of their rows are here
-        bases = dict(values)
+        bases = {**frame.laid_out, **values}
         for node, view in self.views.items() if alone else ():
+            if node in frame.laid_out:
+                continue
             if view.root not in bases:
                 bases[view.root] = values[view.first].as_strided(*frame.shape_and_strides(view.root))
-            base = values.get(view.of, bases[view.root])
-            given = [base if n is view.of else frame.value(n) for n in view.part.inputs]
-            made_again = view.part.module(*given)[0]
+            made_again = _made_of(values.get(view.of, bases[view.root]), view, frame)
             # a view that was taken where gradients are off has none
             values[node] = made_again if node in self.facts.needs_grad else made_again.detach()
         return [values[n] if isinstance(n, Node) else v for n, v in zip(nodes, made, strict=True)]
@@ -82,6 +117,12 @@ class ResultLayout:
             return value
         back = sorted(range(len(order)), key=order.__getitem__)
         return value.permute(order).contiguous().permute(back)
+
+
+def _made_of(base: Tensor, view: _View, frame: StepFrame) -> Tensor:
+    given = [base if n is view.of else frame.value(n) for n in view.part.inputs]
+    made: Tensor = view.part.module(*given)[0]
+    return made
 
 
 def _views(facts: Facts, results: list[Node]) -> Iterator[tuple[Node, _View]]:

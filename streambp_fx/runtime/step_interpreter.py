@@ -83,6 +83,8 @@ class StepFrame:
         sum_before: called before each instruction of such a step: gradients of leaves that it is the first
             to read are summed over the devices as soon as its backward has run.
         summed: leaves whose gradients are.
+        lay_out: called after each instruction, for results that lie in memory as the model has them, see NOTE
+            [results that share memory]; `laid_out` has those from which the model goes on.
     """
 
     facts: Facts
@@ -102,6 +104,8 @@ class StepFrame:
     collected: dict[Node, Tensor] = field(default_factory=dict)
     sum_before: Callable[[StepInstruction, StepFrame], None] | None = None
     summed: frozenset[Node] = frozenset()
+    lay_out: Callable[[StepInstruction, StepFrame], None] | None = None
+    laid_out: dict[Node, Tensor] = field(default_factory=dict)
 
     def value(self, node: Node) -> Any:
         """A value of the step, or a size as a number."""
@@ -180,6 +184,8 @@ def run_step(body: Iterable[StepInstruction], frame: StepFrame) -> None:
         if frame.sum_before is not None:
             frame.sum_before(instruction, frame)
         EXECUTE[type(instruction)](instruction, frame)
+        if frame.lay_out is not None:
+            frame.lay_out(instruction, frame)
 
 
 def _run_part(instruction: RunPart, frame: StepFrame) -> None:
@@ -247,7 +253,7 @@ def _group(instruction: Group, frame: StepFrame) -> None:
     nodes, runs = list(tensors), itertools.count()  # the function must not hold what segments made
     held = {n: as_it_is(v).requires_grad_(v.requires_grad) for n, v in tensors.items() if v.is_leaf}
     # nor what others hold
-    outside = replace(frame, values={}, store=None, sweep=None, anew=_as_it_is, collected={})
+    outside = replace(frame, values={}, store=None, sweep=None, anew=_as_it_is, collected={}, lay_out=None)
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         again = next(runs) > 0

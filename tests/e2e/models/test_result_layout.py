@@ -149,6 +149,61 @@ def test_the_gradient_of_a_result_is_its_own(siblings: str, door: str) -> None:
         assert_all_chunked(model, 1)
 
 
+# a hidden state that the model returns and goes on from, and what else it returns
+GONE_ON_FROM = {
+    "transposed": lambda x: (x.transpose(0, 1),),
+    "made of a transposed": lambda x: ((x.transpose(0, 1) * 2).sin(),),
+    "beside a view of the same": lambda x: (x.transpose(0, 1), x.reshape(-1, 16)),
+    "beside what it is a view of": lambda x: (x.transpose(0, 1), x),
+    "beside a slice of it": lambda x: (x.transpose(1, 2), x.transpose(1, 2)[:, 1:]),
+}
+
+
+class TwoLayers(nn.Module):
+    """Two layers, and what is returned of what lies between them."""
+
+    def __init__(self, between: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.between, self.embed = between, nn.Embedding(50, 16)
+        self.first, self.second, self.head = nn.Linear(16, 48), nn.Linear(16, 48), nn.Linear(16, 50)
+
+    def layer(self, x: Tensor, qkv: nn.Module) -> Tensor:
+        q, k, v = qkv(x).unsqueeze(1).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+        results = self.between(self.layer(self.embed(input_ids), self.first))
+        h = results[0]
+        h = h.transpose(1, 2) if h.shape[2] != 16 else h.transpose(0, 1)
+        return self.head(self.layer(h, self.second)).logsumexp(-1).sum(), *results
+
+
+@pytest.mark.parametrize("door", ["transform", "compile"])
+@pytest.mark.parametrize("returned", sample(GONE_ON_FROM, "transposed", "beside a view of the same"))
+def test_a_hook_on_a_result_changes_what_comes_before_it(returned: str, door: str) -> None:
+    """The gradient of a result has what comes from all that is made of it, and a hook may change it."""
+    torch._dynamo.reset()
+    made = GONE_ON_FROM[returned]
+
+    def step(model: nn.Module, call: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        model.zero_grad()
+        loss, *results = call(input_ids=IDS)
+        seen: list[Tensor] = []
+        for k, result in enumerate(results):
+            result.register_hook(lambda g, k=k: seen.append(g.clone()) or g * (0.5 + k))
+        total = loss + sum((k + 2) * r.sin().sum() for k, r in enumerate(results))
+        total.backward()
+        return [*seen, *(p.grad for p in model.parameters())]
+
+    with in_double(lambda: TwoLayers(made)):  # type: ignore[arg-type, return-value]
+        model = TwoLayers(made).double()  # type: ignore[arg-type]
+        eager = copy.deepcopy(model)
+        call = through(door, model)
+        for want, got in zip(step(eager, eager), step(model, call), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+        assert_all_chunked(model, 1)
+
+
 @torch.no_grad()
 def looked_at(y: Tensor) -> Tensor:
     return y.view(-1, 50)
