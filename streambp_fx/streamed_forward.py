@@ -110,7 +110,8 @@ class StreamedForward(UnstreamedSteps):
             return self.through_others(args, kwargs)
         given = Arguments.of_call(self.model, self.original, args, kwargs)
         if given is not None:
-            return self._train(given)
+            with self._left_as_found():
+                return self._train(given)
         output = self.original(*args, **kwargs)  # an error, as a rule, which is the model's own to raise
         why = f"the arguments do not fit the signature {self.__signature__}: this step runs unstreamed"
         warn(why)
@@ -232,6 +233,16 @@ class StreamedForward(UnstreamedSteps):
         self._sharded = sharded_parameters(self.model)
         with contextlib.nullcontext() if self._sharded is None else self._sharded.opened():
             yield
+
+    @contextlib.contextmanager
+    def _left_as_found(self) -> Iterator[None]:
+        """Within: an error that leaves the model leaves parameters in pieces, as they were."""
+        try:
+            yield
+        except BaseException:
+            if self._sharded is not None:
+                self._sharded.failed(False)
+            raise
 
     def _train_under(self, modes: list[Any], given: Arguments) -> Any:
         """With dispatch modes active (a memory meter), which Dynamo refuses: only what runs sees them."""

@@ -110,7 +110,7 @@ class Engine:
             name=name,
             devices=self.devices,
             stays=around or not self.reshard,
-            ahead=self.name == "fsdp2",
+            ahead=True,
             gathered_bytes=gathered,
             reduced_bytes={n: self._bytes(tensors_of(n)[0]) for n in nodes if self.name == "fsdp2"},
         )

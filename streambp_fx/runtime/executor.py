@@ -266,12 +266,16 @@ class Executor:
             self.shares.prepare(frame)
         elif self.layout.gone_on_from and torch.is_grad_enabled():
             frame.lay_out = self.layout.lay_out
+        if groups is not None:
+            groups.will_take(program.taken_forward)
         run_step(program.forward, frame)
         results = [self.shares.result(n, frame) if isinstance(n, Node) else n for n in self.results]
         count = len(self.facts.outputs)
         results[:count] = self.layout.apply(results[:count], frame)
         for position, made in frame.lazy.items():
             results[position] = made
+        if groups is not None:
+            groups.returned(results)
         return results
 
     def frame(

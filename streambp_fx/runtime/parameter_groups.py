@@ -53,7 +53,15 @@ class ParameterGroup(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """A step has failed: the next one begins anew."""
+        """A forward has failed, and the model goes on without us or not at all: parameters are given back."""
+
+    @abc.abstractmethod
+    def begin(self, backward: bool) -> None:
+        """Begin to gather them while something else runs. `take`, or `before_backward`, waits for it.
+
+        Args:
+            backward: it is in the backward.
+        """
 
     @abc.abstractmethod
     def take(self) -> None:
@@ -114,6 +122,14 @@ class ShardedParameters:
         groups: of the model.
         around: what else of the model is to be otherwise while it has full-size parameters.
         buckets: in which gradients are summed that no group sums.
+        failed: called when an error has left the forward or the backward of the model; the argument is true
+            if what has come of gradients is to be thrown away. It does what the engine needs to begin anew.
+        recover: called before a step, for errors of others which nobody has told of.
+
+    NOTE [after an error]: an error in the middle of a step leaves parameters gathered, gradients that are
+    complete in part, and an engine that takes the next forward for a part of this step; with FSDP2 its
+    gradients would be wrong, and nobody would say so. After an error in the forward no gradient is lost: of
+    batches before it they may still be needed. After one in the backward what is there is in part from it.
     """
 
     def __init__(
@@ -121,14 +137,18 @@ class ShardedParameters:
         groups: Sequence[ParameterGroup],
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         buckets: Buckets | None = None,
+        failed: Callable[[bool], None] = lambda gradients: None,
+        recover: Callable[[], None] = lambda: None,
     ) -> None:
         self.groups, self._around, self.buckets = tuple(groups), around, buckets
+        self.failed, self._recover = failed, recover
         self._resting = False
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Within: the model has full-size parameters, and the hooks that gather them are not called."""
         opened = []
+        self._recover()
         try:
             for group in self.groups:
                 opened.append(group)

@@ -13,7 +13,7 @@ gradients come from autograd, one for each parameter and backward, and the engin
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -90,7 +90,7 @@ class GraphGroups:
 
     def in_step(self, forward_only: Collection[int]) -> StepGroups | None:
         """For one step whose backward does without some groups; None if what runs is no step."""
-        return None if self._sharded._resting else StepGroups(self.taken, forward_only)
+        return None if self._sharded._resting else StepGroups(self.taken, forward_only, self._sharded.failed)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -169,6 +169,7 @@ class StepGroups:
     Args:
         groups: by number.
         forward_only: those that the backward does not read.
+        failed: see `ShardedParameters`.
 
     NOTE [the last to read]: the gradients of a group are complete when all who read it in the forward have
     run their backward. Each puts a node behind its inputs in autograd's graph, which runs when its own
@@ -176,12 +177,24 @@ class StepGroups:
     so, and the engine finds out at the end of the backward.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], forward_only: Collection[int] = ()) -> None:
-        self.groups, self._forward_only = groups, forward_only
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        forward_only: Collection[int] = (),
+        failed: Callable[[bool], None] = lambda gradients: None,
+    ) -> None:
+        self.groups, self._forward_only, self._failed = groups, forward_only, failed
         self._to_come: Counter[int] = Counter()
         self._ends = self.has_run_backward = False
         self._versions: dict[int, Hashable] = {}
         self._untold: set[int] = set()
+        self._to_take: deque[int] = deque()
+        self._last_read: Sequence[int] = ()
+
+    def will_take(self, numbers: Iterable[int]) -> None:
+        """What the forward takes, in order. The next one is gathered while what reads the last one runs."""
+        self._to_take.extend(numbers)
+        self._begin()
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Gather groups that anybody may read, also in the backward, until its end."""
@@ -191,8 +204,15 @@ class StepGroups:
 
     def take(self, number: int) -> None:
         """Gather a group in the forward."""
+        if self._to_take and self._to_take[0] == number:
+            self._to_take.popleft()
         self.groups[number].take()
+        self._begin()
         self._versions.setdefault(number, self.groups[number].version())
+
+    def _begin(self) -> None:
+        if self._to_take:
+            self.groups[self._to_take[0]].begin(backward=False)
 
     def give_back(self, number: int) -> None:
         """Nobody reads a group any more in the forward."""
@@ -215,28 +235,50 @@ class StepGroups:
 
     def before(self, read: Sequence[int], outputs: Iterable[Any]) -> None:
         """The outputs of somebody who reads groups: before its backward they are gathered."""
-        nodes = {id(v.grad_fn): v.grad_fn for v in outputs if isinstance(v, Tensor) and v.grad_fn is not None}
-        for node in nodes.values() if read else ():
-            node.register_prehook(lambda _: self._before_backward(read))
+        nodes = _nodes(outputs) if read else []
+        following = self._last_read
+        for node in nodes:
+            node.register_prehook(lambda _: self._before_backward(read, following))
+        self._last_read = read if nodes else following
+
+    def returned(self, results: Iterable[Any]) -> None:
+        """What a step returns: with its gradients the backward begins."""
+        for node in _nodes(results):
+            node.register_prehook(lambda _: self._begins())
 
     def again(self) -> StepGroups:
         """For instructions of the forward that are run again in the backward: autograd has its nodes."""
-        return _Again(self.groups, self._forward_only)
+        return _Again(self.groups, self._forward_only, self._failed)
 
-    def _before_backward(self, read: Sequence[int]) -> None:
+    def _begins(self) -> None:
         if not self._ends:
             self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._end, self._fails))
+
+    def _before_backward(self, read: Sequence[int], following: Sequence[int]) -> None:
+        """
+        Args:
+            read: what is read now.
+            following: what is read by the one whose backward comes next.
+        """
+        self._begins()
         for number in read:
             group = self.groups[number]
             if group.version() != self._versions.get(number, group.version()):
                 raise RuntimeError(CHANGED.format(name=group.name))
             group.before_backward(number not in self._forward_only)
+        for number in following:
+            if number not in self._forward_only:
+                self.groups[number].begin(backward=True)
 
     def _end(self) -> None:
         self._ends, self.has_run_backward = False, True
         for group in self.groups:
             group.end_of_backward()
+
+    def _fails(self) -> None:
+        self._ends, self.has_run_backward = False, True
+        self._failed(True)
 
     def _has_run(self, read: Sequence[int]) -> None:
         self._to_come.subtract(read)
@@ -270,6 +312,32 @@ class _Behind(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
         ctx.call()
         return (None, *gradients)
+
+
+class _AtTheEnd:
+    """What autograd calls at the end of a backward; something else is called if an error has ended it.
+
+    Autograd does not call what was queued for the end of a backward that fails. It lets go of it, before the
+    error comes to who has called the backward.
+    """
+
+    def __init__(self, call: Callable[[], None], fails: Callable[[], None]) -> None:
+        self._call, self._fails = call, fails
+        self._ended = False
+
+    def __call__(self) -> None:
+        self._call()
+        self._ended = True
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._fails()
+
+
+def _nodes(outputs: Iterable[Any]) -> list[Any]:
+    """Nodes of autograd's graph that have made something."""
+    made = [v.grad_fn for v in outputs if isinstance(v, Tensor) and v.grad_fn is not None]
+    return list({id(node): node for node in made}.values())
 
 
 def _is_made(value: Any) -> bool:

@@ -12,13 +12,14 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.parameter_groups import NotSupported, ParameterGroup, ShardedParameters
-from ..versions.differences import fsdp_groups
+from ..versions.differences import fsdp_groups, reset_fsdp
 
 MODULE = "torch.distributed.fsdp"
 
@@ -36,7 +37,9 @@ def sharded(model: nn.Module) -> ShardedParameters | None:
             state: Any = module._get_fsdp_state()
             states.setdefault(id(state), (name, cast(Any, module), state))
     groups = [FSDP2Group(name, module, state, module is model) for name, module, state in states.values()]
-    return ShardedParameters(groups) if groups else None
+    if not groups:
+        return None
+    return ShardedParameters(groups, failed=partial(_failed, groups), recover=partial(_recover, groups))
 
 
 class FSDP2Group(ParameterGroup):
@@ -158,6 +161,16 @@ class FSDP2Group(ParameterGroup):
 
     # ---- a step
 
+    def begin(self, backward: bool) -> None:
+        """What FSDP2 does for the modules of `set_modules_to_forward_prefetch`.
+
+        It gathers in the background, and not on a stream of FSDP2's: that would hold one buffer more. In the
+        backward FSDP2 does so by itself.
+        """
+        for group in () if backward else self._groups:
+            with group.use_training_state(type(group._training_state).FORWARD):
+                group.unshard(async_op=True)
+
     def take(self) -> None:
         """What FSDP2's hook before the forward does, but for casting inputs, which the graph does."""
         self._state._pre_forward(self._module, (), {})
@@ -168,9 +181,26 @@ class FSDP2Group(ParameterGroup):
 
     def before_backward(self, read: bool) -> None:
         """What FSDP2's hook on the gradients of the module's outputs does."""
-        self._state._pre_backward(None)
+        with self._in_background():
+            self._state._pre_backward(None)
         if read and not self.is_there:
             self._module.unshard()
+
+    @contextlib.contextmanager
+    def _in_background(self) -> Iterator[None]:
+        """Within: what is gathered ahead of time does not keep a CPU waiting.
+
+        FSDP2 leaves that to streams, which a CPU does not have: there it waits for each gather at once.
+        """
+        groups = [g for state in self._state._state_ctx.all_states for g in fsdp_groups(state)]
+        before = [(g, g.unshard_async_op) for g in groups if g.device.type == "cpu"]
+        try:
+            for group, _ in before:
+                group.unshard_async_op = True
+            yield
+        finally:
+            for group, own in before:
+                group.unshard_async_op = own
 
     def after_backward(self) -> None:
         """What FSDP2 does when the gradients of the module's inputs have come."""
@@ -223,6 +253,38 @@ class FSDP2Group(ParameterGroup):
         (param,) = (p for p in self._params if p._unsharded_param is parameter)
         local: Tensor = param.sharded_param.detach().to_local()
         return local
+
+
+def _roots(groups: Sequence[FSDP2Group]) -> list[Any]:
+    """What FSDP2 knows of the modules that are called first; none before the first forward."""
+    contexts = {id(own): own for own in (g._state._state_ctx for g in groups if g._state is not None)}
+    return [state for context in contexts.values() for state in context.all_states if state._is_root]
+
+
+def _failed(groups: Sequence[FSDP2Group], gradients: bool) -> None:
+    """See `ShardedParameters`: FSDP2 is as before a forward."""
+    for root in _roots(groups):
+        reset_fsdp(root)
+        below = [group for state in root._state_ctx.all_states for group in fsdp_groups(state)]
+        # FSDP2 would add them to those of the next step
+        for param in (p for group in below for p in group.fsdp_params) if gradients else ():
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+def _recover(groups: Sequence[FSDP2Group]) -> None:
+    """A backward has begun, and has not ended, and none is running: an error has left it.
+
+    What FSDP2's hook around the model has done on such a state is done once more.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return
+    for root in _roots(groups):
+        if root._state_ctx.post_backward_final_callback_queued:
+            _failed(groups, gradients=True)
+            if all(g.of_caller or g._state is not root for g in groups):
+                root._pre_forward(root._modules[0], (), {})
 
 
 def _devices(group: Any) -> int:

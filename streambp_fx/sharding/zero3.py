@@ -2,7 +2,8 @@
 
 DeepSpeed gathers the parameters of each module by themselves, in hooks around the module, with parameters of
 modules that come later in the order of the step before. Here those of a layer are gathered together, by the
-same functions. Gradients are reduced by hooks of DeepSpeed's on each parameter, which stay as they are.
+same functions, while the layer before it computes. Gradients are reduced by hooks of DeepSpeed's on each
+parameter, which stay as they are.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class ZeRO3Group(ParameterGroup):
 
     of_caller = False
     in_backward = True
-    stays = ahead = False
+    stays = False
+    ahead = True
 
     def __init__(self, name: str, parameters: Sequence[Any], on_their_way: Any) -> None:
         self.name, self._on_their_way = name, on_their_way
@@ -102,11 +104,17 @@ class ZeRO3Group(ParameterGroup):
         """See `ParameterGroup`."""
         self._partition()
 
-    def take(self) -> None:
+    def begin(self, backward: bool) -> None:
         """See `ParameterGroup`."""
         away = [p for p in self._params if _is_away(p)]
         if away:
-            away[0].all_gather_coalesced(away).wait()
+            handle = away[0].all_gather_coalesced(away)
+            self._on_their_way.update(dict.fromkeys(away, handle))
+
+    def take(self) -> None:
+        """See `ParameterGroup`."""
+        self.begin(backward=False)
+        self._wait()
 
     def give_back(self) -> None:
         """See `ParameterGroup`."""
@@ -128,7 +136,7 @@ class ZeRO3Group(ParameterGroup):
     @property
     def is_there(self) -> bool:
         """See `ParameterGroup`."""
-        return not any(_is_away(p) for p in self._params)
+        return all(p.ds_status.name == "AVAILABLE" for p in self._params)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -160,11 +168,15 @@ class ZeRO3Group(ParameterGroup):
         found: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
         return found.detach()
 
-    def _partition(self) -> list[Any]:
-        """Let go what is there, but for what DeepSpeed keeps on all devices."""
+    def _wait(self) -> None:
+        """For what is on its way."""
         for parameter in self._params:
             if parameter in self._on_their_way:
                 self._on_their_way.pop(parameter).wait()
+
+    def _partition(self) -> list[Any]:
+        """Let go what is there, but for what DeepSpeed keeps on all devices."""
+        self._wait()
         there = [p for p in self._params if not _is_away(p) and not p.ds_persist]
         if there:
             there[0].partition(there)

@@ -43,6 +43,7 @@ DIFFERENCES = (
     Difference("deciding_what_stays_whole", "torch", "2.12"),
     Difference("offload_ops", "torch", "2.12"),
     Difference("fsdp_groups", "torch", "2.12"),
+    Difference("reset_fsdp", "torch", "2.13"),
     Difference("called_while_traced", "torch", "2.12"),
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
@@ -136,6 +137,30 @@ def fsdp_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     found = [state._fsdp_param_group] if several is None else several
     return [g for g in found if g is not None]
+
+
+def reset_fsdp(root: Any) -> None:
+    """An `FSDPState` and those below it are as before a forward. Before 2.13 there is nothing that does it.
+
+    Args:
+        root: the state of the module that is called first.
+    """
+    if hasattr(root, "_reset_iter_state"):
+        root._reset_iter_state()
+        return
+    communication, context = root._comm_ctx, root._state_ctx
+    for state in context.all_states:
+        for group in fsdp_groups(state):
+            group._training_state = type(group._training_state).IDLE
+            group.wait_for_unshard()
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group.reshard()
+        state._training_state = type(state._training_state).IDLE
+        getattr(state, "_modules_to_run_forward", set()).clear()
+    communication.post_forward_order.clear()
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
 
 
 def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -123,7 +123,8 @@ def test_gathered_parameters_are_those_of_two_layers_and_the_rest(
     assert most["ddp"] == 0
     assert 2 * layer + rest <= most["fsdp2"] <= 2 * layer + rest + 8 * 64 * 2
     assert LAYERS * layer + rest <= most["kept"] <= (LAYERS + 1) * layer + rest + 8 * 64 * 2
-    assert most["zero3"] == max(layer, 900 * 64 * 2 + 64 * 2), "one layer, or the head with its norm"
+    ends = 900 * 64 * 2  # the embedding, and the head
+    assert most["zero3"] == max(2 * layer, layer + ends, 2 * ends + 64 * 2), "and the next one on its way"
 
 
 def test_the_longest_sequence_counts_them(planners: dict[str, Planner]) -> None:
@@ -250,7 +251,7 @@ def test_time_of_a_plan(plans: dict[str, streambp_fx.Plan]) -> None:
         assert sum(p.seconds for p in time.parts) == pytest.approx(time.compute_seconds)
     fsdp2, zero3 = plans["fsdp2"].time, plans["zero3"].time
     assert fsdp2 is not None and zero3 is not None
-    assert zero3.waited_seconds > fsdp2.waited_seconds, "nothing is gathered ahead of time there"
+    assert zero3.waited_seconds > fsdp2.waited_seconds, "one bucket there, summed at the end"
 
 
 def test_one_device_has_a_time_if_it_is_named(

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...graph.facts import Facts
 from ...several_devices import SeveralDevices
-from .instructions import Again, Call, Group, Layers, StepInstruction
+from .instructions import Again, Call, Group, Layers, StepInstruction, TakeParameters
 from .one_loop import ChunksFirst
 from .values import Value
 
@@ -63,6 +63,12 @@ class StepProgram:
     def calls(self) -> list[Call]:
         """Procedures of segments that are run."""
         return [i for i in self.instructions() if isinstance(i, Call)]
+
+    @property
+    def taken_forward(self) -> list[int]:
+        """Groups of parameters that the forward takes between its segments, in order."""
+        takes = (i for i in flat(self.forward) if isinstance(i, TakeParameters) and not i.of_caller)
+        return [i.group for i in takes]
 
     def backward_of(self, segment: int) -> Call | ChunksFirst | None:
         """What the backward of a segment, or of several that begin with it, runs; None if nothing does."""

@@ -75,11 +75,6 @@ def an_error_in_between(rank: int) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         step(model, rank)
     FSDP2Group.give_back = real  # type: ignore[method-assign]
-    for group in model._get_fsdp_state()._fsdp_param_groups:  # as after an error without us
-        group._training_state = type(group._training_state).IDLE
-        group.reshard()
-    model._get_fsdp_state()._training_state = type(model._get_fsdp_state()._training_state).IDLE
-    model._get_fsdp_state()._state_ctx.iter_forward_root = None
     is_right(model, rank)
 
 

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
+from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 
 # Names of a collective in versions of PyTorch.
 COLLECTIVES = {
@@ -110,3 +113,34 @@ def called() -> Iterator[list[tuple[str, int]]]:
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
+
+
+@contextmanager
+def events() -> Iterator[list[str]]:
+    """What happens in a step: gathers that are begun and waited for, sums, and computing of chunks."""
+    kind: Any = torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
+    found: list[str] = []
+
+    def noting(what: str, real: Callable[..., Any], counts: Callable[[Any], bool]) -> Callable[..., Any]:
+        def call(group: Any, *given: Any, **named: Any) -> Any:
+            if counts(group):
+                found.append(f"{what} {group._module_fqn.rpartition('.')[2] or 'model'}")
+            return real(group, *given, **named)
+
+        return call
+
+    def computing(runner: SegmentRunner, *given: Any) -> Any:
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        event = f"{phase} of segment {runner.segment.index}"
+        found.extend([event] if found[-1] != event else [])
+        return real_call(runner, *given)
+
+    real_call = SegmentRunner.call
+    with pytest.MonkeyPatch.context() as patch:
+        begins = noting("begin", kind.unshard, lambda g: g.is_sharded and g._all_gather_result is None)
+        waits = noting("wait", kind.wait_for_unshard, lambda g: g._all_gather_result is not None)
+        patch.setattr(kind, "unshard", begins)
+        patch.setattr(kind, "wait_for_unshard", waits)
+        patch.setattr(kind, "post_backward", noting("sum", kind.post_backward, lambda g: True))
+        patch.setattr(SegmentRunner, "call", computing)
+        yield found

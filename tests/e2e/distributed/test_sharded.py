@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_cases import Case, alone, run
+from distributed_cases import BATCHES, Case, alone, run
+from distributed_errors import wrapped
 from distributed_situations import SITUATIONS, parameters_after, run_situations
-from in_processes import in_processes
+from in_processes import events, in_processes
 
 OFTEN = [
     Case(transformed="before", batch="ragged", accumulate=2),
@@ -48,6 +49,34 @@ def check(cases: list[Case], world: int, folder: Path) -> None:
 
 def test_often(tmp_path: Path) -> None:
     check(OFTEN, 2, tmp_path)
+
+
+FORWARD = """
+begin model, wait model, begin 0, wait 0,
+begin 1, forward of segment 1, wait 1,
+begin 2, forward of segment 2, wait 2,
+forward of segment 3, forward of segment 4"""
+BACKWARD = """
+begin 2, wait 2,
+begin 1, backward of segment 3, sum 2, wait 1,
+begin 0, backward of segment 2, sum 1, wait 0,
+backward of segment 1, sum 0, sum model"""
+
+
+def test_order(one_process: None) -> None:
+    """The gather of a layer is begun before the layer before it computes, its sum before the next one does.
+
+    So they run meanwhile, on whatever device. `python -m benchmarks.overlap` measures shares of time.
+    """
+    model, _ = wrapped("fsdp2")
+    model(**BATCHES["even"](0, 0)).loss.backward()
+    model.zero_grad()
+    with events() as found:
+        loss = model(**BATCHES["even"](0, 0)).loss
+        assert found == FORWARD.strip().replace("\n", " ").split(", ")
+        found.clear()
+        loss.backward()
+        assert found == BACKWARD.strip().replace("\n", " ").split(", ")
 
 
 @pytest.mark.slow
