@@ -32,7 +32,7 @@ class Exchange(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over all columns, of those over the device's own."""
+        """Output and log-sum-exp over all columns, in the shapes of those over the device's own."""
 
     def differentiate(
         self,
@@ -46,7 +46,7 @@ class Exchange(Protocol):
         lse: Tensor,
         scale: float | None,
     ) -> Tensor:
-        """The gradient of the query that comes through columns of others.
+        """The gradient of the query, in its shape and dtype, that comes through columns of others.
 
         What the chunks of other devices add to the gradients of this device's keys and values is added to
         `key_gradient` and `value_gradient`, which are views as `key` and `value` are.

@@ -59,7 +59,7 @@ class ColumnBlocks:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over all columns, see `Exchange`."""
+        """Output (B, H, c, D) and log-sum-exp (B, H, c) over all columns, see `Exchange`."""
         kernel, merged = _kernel(query, key, value), out.to(lse.dtype, copy=True)
         for block in blocks_of(self.own.longest_piece, self.piece, self.rows):
             gathered = self._gather(block, key, value)
@@ -84,7 +84,7 @@ class ColumnBlocks:
         lse: Tensor,
         scale: float | None,
     ) -> Tensor:
-        """The gradient of the query that comes through columns of others, see `Exchange`."""
+        """The gradient of the query, (B, H, c, D), that comes through columns of others, see `Exchange`."""
         kernel, total = _kernel(query, key, value), torch.zeros_like(query)
         for block in blocks_of(self.own.longest_piece, self.piece, self.rows):
             gathered = self._gather(block, key, value)

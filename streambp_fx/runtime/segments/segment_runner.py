@@ -342,7 +342,7 @@ class SegmentRunner:
         return value
 
     def own_columns(self, buffer: Buffer, value: Tensor, extent: Extent, step: StepData) -> Tensor:
-        """The columns of a chunk, as a view of a state that has the rows of this device alone."""
+        """The columns of a chunk: a view of a state, in its dtype, that has the rows of this device alone."""
         assert step.own is not None
         return value.narrow(buffer.dim, step.own.place(extent.start) - extent.prefix, extent.columns)
 
