@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import streambp_fx
 from benchmarks.families.configs import make_config
 from streambp_fx.measure.in_float64 import true_double
+from streambp_fx.runtime.segments import segment_function
 
 VOCABULARY = 97
 STEPS = 2
@@ -42,7 +43,7 @@ class Case:
         model, objective: names in `MODELS` and `OBJECTIVES`.
         tokens: of a sequence; one fewer in each further step.
         padding: "", "left" or "right".
-        options: of `transform`.
+        options: of `transform`; of several `chunk`s each device takes its own.
         data: devices along which the batch is distributed, besides those of the sequence.
         engine: "" or a name in `ENGINES`, over the data devices.
     """
@@ -319,6 +320,8 @@ def shared(rank: int, world: int, case: Case) -> Trained:
     if case.engine:
         ENGINES[case.engine](model, mesh)
     options = {"chunk": 8, "loss_chunk": 8, "on_error": "raise", **case.options}
+    if isinstance(options["chunk"], list):
+        options["chunk"] = options["chunk"][rank]
     with warnings.catch_warnings():
         if case.model != "unchunked":
             warnings.simplefilter("error", streambp_fx.StreamBPWarning)
@@ -360,6 +363,24 @@ ENGINES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "fsdp2 over the sequence": lambda model, mesh: _fsdp2(model, mesh, "cp"),
     "ddp": lambda model, mesh: None,  # it is put over the transformed model
 }
+
+
+def order(rank: int, world: int) -> list[str]:
+    """The segments that run backwards in a step and the sums of gradients, in order."""
+    model, found = built(Case()), []
+    streambp_fx.transform(model, chunk=8, loss_chunk=8, mesh=init_device_mesh("cpu", (world,)))
+    ids = torch.arange(2 * 33).reshape(2, 33) % VOCABULARY
+    model(input_ids=ids, labels=ids).loss.backward()
+    backward, reduce = segment_function.StreamedSegment._gradients, dist.all_reduce
+
+    def noted(ctx: Any, gradients: Any) -> tuple:
+        found.append(f"segment {ctx.runner.segment.index}")
+        return backward(ctx, gradients)
+
+    segment_function.StreamedSegment._gradients = staticmethod(noted)
+    dist.all_reduce = lambda *a, **k: found.append("sum") or reduce(*a, **k)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return found
 
 
 def refused(rank: int, world: int) -> list[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from along_sequence import Case, Trained, built, by_one, refused, shared
+from along_sequence import Case, Trained, built, by_one, order, refused, shared
 from in_processes import in_processes
 
 from streambp_fx import Options
@@ -76,6 +76,12 @@ SLOW = [
     Case(options={"chunk": "auto", "policy": "auto"}),
     Case(tokens=3),
     Case("tied", engine="fsdp2 over the sequence"),
+    Case(options={"exchange": "gather"}),
+    Case("tied", options={"exchange": "gather", "every": 3}),
+    Case("tied", options={"exchange": "blocks", "every": 2, "accumulate": "weights"}),
+    Case("experts", options={"exchange": "blocks", "chunk": 5}),
+    Case(tokens=41, options={"exchange": "blocks", "chunk": [8, 5]}),  # gathered: they have other turns
+    Case(tokens=9, options={"exchange": "blocks", "chunk": 1}),
 ]
 
 
@@ -90,6 +96,7 @@ def test_of_each_kind(case: Case, tmp_path: Path) -> None:
     "case",
     [
         Case("tied", padding="left"),
+        Case(tokens=59, padding="right", options={"chunk": 3}),
         Case("window", tokens=43),
         Case("hybrid", tokens=42, padding="right"),
         Case("dense", data=2, engine="ddp"),
@@ -109,7 +116,7 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
 
     How many bytes that is stands in docs/decisions/0030-rows-on-several-devices.md.
     """
-    case = Case(tokens=64, options={"chunk": chunk})
+    case = Case(tokens=64, options={"chunk": chunk, "exchange": "gather"})
     found = _check(case, 2, tmp_path)
     layers, steps, devices, samples, number = 3, 2, 2, 2, 8
     agreed, head = steps, steps
@@ -120,7 +127,7 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
     }
     rows = 64  # the second step has 63; a device that has one fewer than the other sends one of zeros
     state = 2 * samples * rows * 16 * number  # keys and values of two heads of eight
-    losses, inputs = samples * rows * number, devices * 4 * 8
+    losses, inputs = samples * rows * number, devices * 5 * 8
     parameters = sum(p.numel() for p in built(case).parameters()) * number
     planned = found[0].planned
     assert planned["gather"][0] == found[0].collectives["gather"] - agreed
@@ -133,6 +140,36 @@ def test_chunks_change_no_collective(chunk: int, tmp_path: Path) -> None:
         "scatter": state * layers * steps,
         "reduce": parameters * steps,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1000, 16, 5])
+def test_collectives_by_blocks(chunk: int, tmp_path: Path) -> None:
+    """Keys and values come once forwards and twice backwards, and their gradients go back once.
+
+    How many bytes that is stands in docs/decisions/0030-rows-on-several-devices.md.
+    """
+    found = _check(Case(tokens=64, options={"chunk": chunk, "exchange": "blocks"}), 2, tmp_path)
+    layers, steps, devices, samples, number, rows = 3, 2, 2, 2, 8, 64
+    turns = -(-rows // (2 * devices) // chunk)
+    state = samples * rows * 2 * 16 * number  # keys and values of two heads of eight
+    once = 3 * turns * state // 2
+    losses, inputs = (
+        samples * rows * number,
+        devices * 5 * 8,
+    )  # the second step has a row of zeros for the 64th
+    for own in found:
+        assert own.sent["gather"] == (3 * once * layers + losses + inputs) * steps
+        assert own.sent["scatter"] == once * layers * steps
+        assert own.planned["gather"][0] == own.collectives["gather"] - steps
+        assert own.planned["scatter"] == (own.collectives["scatter"], own.sent["scatter"])
+        assert own.collectives["reduce"] == (layers + 2) * steps
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_layer_by_layer(tmp_path: Path) -> None:
+    for found in in_processes(tmp_path, 2, order, 2):
+        assert found == ["sum", "segment 3", "sum", "segment 2", "sum", "segment 1", "sum", "sum"]
 
 
 @pytest.mark.slow

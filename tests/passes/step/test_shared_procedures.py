@@ -10,7 +10,16 @@ from golden import check_golden
 from test_procedures import causal, of_all_rows, programs
 
 from streambp_fx.passes.step.checker import UnsoundProcedure, check
-from streambp_fx.passes.step.instructions import AllGather, Instruction, ReduceScatter
+from streambp_fx.passes.step.instructions import (
+    AllGather,
+    Allocate,
+    Buffer,
+    BufferKind,
+    Chunks,
+    Instruction,
+    ReduceScatter,
+    Run,
+)
 from streambp_fx.passes.step.procedure import Procedure
 from streambp_fx.passes.step.text import text
 from streambp_fx.passes.step.way import Way
@@ -26,6 +35,54 @@ def procedure(body: str, name: str) -> Procedure:
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_text_of_procedures(body: str, name: str) -> None:
     check_golden(text(procedure(body, name)), __file__, f"{name}_{body.replace(' ', '_')}")
+
+
+def by_blocks(name: str) -> Procedure:
+    """Each device holds the states of its own rows; those of others come while a chunk runs."""
+    return programs(causal, 1).procedure(name, Way(several=True, by_blocks=True))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_text_by_blocks(name: str) -> None:
+    check_golden(text(by_blocks(name)), __file__, f"{name}_by_blocks")
+
+
+def _changed(instruction: Instruction, kind: type, **others: object) -> Instruction:
+    """With another attribute, if it is of a kind; in a loop, what is of the kind."""
+    if isinstance(instruction, Chunks):
+        return dataclasses.replace(
+            instruction, body=tuple(_changed(i, kind, **others) for i in instruction.body)
+        )
+    of_state = getattr(getattr(instruction, "buffer", None), "kind", None) is BufferKind.STATE
+    changes = isinstance(instruction, kind) and (kind is Run or of_state)
+    return dataclasses.replace(instruction, **others) if changes else instruction  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda body: [_changed(i, Run, by_blocks=False) for i in body], "that other devices have"),
+        (lambda body: [_changed(i, Run, by_blocks=True) for i in body], "block by block"),
+        (lambda body: [_changed(i, Allocate, own=False) for i in body], "rows of this device alone"),
+        (lambda body: _gathered(body), "no room for the rows of others"),
+    ],
+)
+def test_broken_procedures_by_blocks_are_rejected(
+    name: str, edit: Callable[[list[Instruction]], list[Instruction]], words: str
+) -> None:
+    found = by_blocks(name)
+    with pytest.raises(UnsoundProcedure, match=words):
+        check(dataclasses.replace(found, body=tuple(edit(list(found.body)))))
+
+
+def _gathered(body: list[Instruction]) -> list[Instruction]:
+    place = next(k for k, i in enumerate(body) if isinstance(i, Chunks)) + 1
+    return [*body[:place], AllGather(_state(body)), *body[place:]]
+
+
+def _state(body: list[Instruction]) -> Buffer:
+    return next(i.buffer for i in body if isinstance(i, Allocate) and i.buffer.kind is BufferKind.STATE)
 
 
 def _dropped(body: list[Instruction], place: int) -> list[Instruction]:
