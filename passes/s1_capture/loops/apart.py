@@ -57,33 +57,44 @@ def parts_of(
 
 def _restricted(body: LoopBody, chosen: Sequence[int]) -> tuple[LoopBody, list[int]]:
     """A body that makes some of its results, with the states that these need; and which operands it has."""
-    graph = body.module.graph
-    output = next(n for n in graph.nodes if n.op == "output")
-    made: list[Node] = list(output.args[0])  # type: ignore[arg-type]
-    after, own = made[: body.carried], made[body.carried :]
-    results = [own[k] for k in chosen if k < len(own)]
-    last = [body.last[k - len(own)] for k in chosen if k >= len(own)]
-    given = [n for n in graph.nodes if n.op == "placeholder"]
+    given = [n for n in body.module.graph.nodes if n.op == "placeholder"]
+    made = _results(body.module)
+    own = len(made) - body.carried
+    results, last = [k for k in chosen if k < own], [body.last[k - own] for k in chosen if k >= own]
     sizes = {s.operand - body.by_rows for s in body.rest if isinstance(s, Size)}
     kept = {k for k in range(body.carried) if k in last or k in sizes} or {0}  # a loop has a state
     while True:  # what a state is made of is a state, too
-        needed = made_of([*results, *(after[k] for k in kept)])
+        needed = made_of([*(made[body.carried + k] for k in results), *(made[k] for k in kept)])
         more = {k for k in range(body.carried) if given[k] in needed} - kept
         if not more:
             break
         kept |= more
     states = sorted(kept)
-    dropped = {given[k] for k in range(body.carried) if k not in kept}
-    copied, copies = Graph(), dict[Node, Node]()
-    for node in graph.nodes:
-        if node in needed or (node.op == "placeholder" and node not in dropped):
-            copies[node] = copied.node_copy(node, copies.__getitem__)
-    copied.output(tuple(copies[n] for n in (*(after[k] for k in states), *results)))
+    dropped = [k for k in range(body.carried) if k not in kept]
+    read = [*states, *(body.carried + k for k in results)]
+    module = _with_results(body.module, read, dropped)
+    first = None if body.first is None else _with_results(body.first, read, dropped)
     places = [*range(body.by_rows), *(body.by_rows + k for k in states)]
     others = sum(kind is None for kind in body.rest)
     places += range(body.by_rows + body.carried, body.by_rows + body.carried + others)
     rest = tuple(Size(places.index(s.operand), s.dim) if isinstance(s, Size) else s for s in body.rest)
-    module = GraphModule(body.module, copied)
     position = {k: place for place, k in enumerate(states)}
-    found = LoopBody(module, len(states), body.by_rows, rest, tuple(position[k] for k in last))
-    return found, places
+    read_last = tuple(position[k] for k in last)
+    return LoopBody(module, len(states), body.by_rows, rest, read_last, first=first), places
+
+
+def _results(module: GraphModule) -> list[Node]:
+    return list(next(n for n in module.graph.nodes if n.op == "output").args[0])  # type: ignore[arg-type]
+
+
+def _with_results(module: GraphModule, read: Sequence[int], dropped: Sequence[int]) -> GraphModule:
+    """A body that returns some of its results, and does not take some of the carried values."""
+    made = _results(module)
+    chosen, taken = [made[k] for k in read], [n for n in module.graph.nodes if n.op == "placeholder"]
+    needed, unread = made_of(chosen), {taken[k] for k in dropped}
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        if node in needed or (node.op == "placeholder" and node not in unread):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in chosen))
+    return GraphModule(module, graph)

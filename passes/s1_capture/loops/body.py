@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -50,6 +50,7 @@ class LoopBody:
         rest: what else the body takes: None for the next operand, a `Size`, or a number.
         last: which carried values somebody reads after the loop. They are results of each row, too.
         shared: how many first dims have the same sizes in all results of a row.
+        first: what is done with the first row, if that is something else: takes and returns the same.
     """
 
     module: GraphModule
@@ -58,6 +59,7 @@ class LoopBody:
     rest: tuple[Size | int | float | None, ...]
     last: tuple[int, ...]
     shared: int = 0
+    first: GraphModule | None = None
 
     def split(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """The operands by rows, what the carried values begin with, and the rest."""
@@ -72,10 +74,16 @@ class LoopBody:
         return operands[kind.operand].shape[kind.dim] if isinstance(kind, Size) else kind
 
     def call(
-        self, carried: Sequence[Any], row: Sequence[Any], rest: Sequence[Any]
+        self, carried: Sequence[Any], row: Sequence[Any], rest: Sequence[Any], begins: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The carried values after a row, in the shapes and dtypes of those before, and the results of it."""
-        return self.parts(self.module.forward(*carried, *row, *rest))
+        """The carried values after a row, in the shapes and dtypes of those before, and the results of it.
+
+        Args:
+            carried, row, rest: what the body takes.
+            begins: this is the first row.
+        """
+        module = self.module if self.first is None or not begins else self.first
+        return self.parts(module.forward(*carried, *row, *rest))
 
     def parts(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What the body returns: the carried values, of any shape and dtype, and all results of the row."""
@@ -103,8 +111,9 @@ class LoopBody:
         rows, begin, rest = self.split(operands)
         carried = begin if state is None else unpacked(state, begin)
         made = []
-        for row in zip(*(x.unbind(0) for x in rows), strict=True):
-            carried, results = self.call(carried, row, rest)
+        begins = self.first is not None and not has_begun(state)
+        for k, row in enumerate(zip(*(x.unbind(0) for x in rows), strict=True)):
+            carried, results = self.call(carried, row, rest, begins and k == 0)
             made.append(self.joined(results))
         return torch.stack(made), packed(carried)
 
@@ -125,6 +134,13 @@ def packed(carried: Sequence[Tensor]) -> Tensor:
     """
     dtype = common_dtype(carried)
     return torch.cat([carried[0].new_ones(1, dtype=dtype), *(x.reshape(-1).to(dtype) for x in carried)])
+
+
+def has_begun(state: Tensor | None) -> bool:
+    """True if a state is one after some rows; also if it has no numbers, as most chunks are not the first."""
+    if state is None or isinstance(state, FakeTensor) or state.is_meta:
+        return state is not None
+    return bool(state.detach()[0] != 0)
 
 
 def unpacked(state: Tensor, begin: Sequence[Tensor]) -> list[Tensor]:
@@ -194,7 +210,10 @@ def known_loop(body: LoopBody, operands: Sequence[Tensor]) -> str:
         body: of the loop.
         operands: of the op, of any shape and dtype; only those are looked at.
     """
-    key = repr((content_of(body.module), body.carried, body.by_rows, body.rest, body.last, body.shared))
+    first = None if body.first is None else content_of(body.first)
+    key = repr(
+        (content_of(body.module), first, body.carried, body.by_rows, body.rest, body.last, body.shared)
+    )
     if key not in _names:
         name = f"loop_{len(_names)}"
         dims = tuple(0 if k < body.by_rows else None for k in range(len(operands)))
@@ -226,14 +245,20 @@ def refuse_effects_of(body: LoopBody, operands: Sequence[Tensor]) -> None:
     Raises:
         LoopNotUnderstood: it draws random numbers, changes something, or calls parts of itself.
     """
-    if any(n.op in ("get_attr", "call_module") for n in body.module.graph.nodes):
+    for module in (body.module, body.first):
+        if module is not None:
+            _refuse_effects_of(module, body, operands)
+
+
+def _refuse_effects_of(module: GraphModule, body: LoopBody, operands: Sequence[Tensor]) -> None:
+    if any(n.op in ("get_attr", "call_module") for n in module.graph.nodes):
         raise LoopNotUnderstood("holds tensors or graphs of its own")
-    if any(n.op == "call_function" and n.is_impure() for n in body.module.graph.nodes):
+    if any(n.op == "call_function" and n.is_impure() for n in module.graph.nodes):
         raise LoopNotUnderstood("writes into something, or switches gradients, autocast or another mode")
     try:
         with _disable_current_modes(), FakeTensorMode():
             rows, begin, rest = body.split(_few_of(operands))
-            run: Callable[..., Any] = Retrace(body.module).run
+            run: Callable[..., Any] = Retrace(module).run
             graph = trace(run, *begin, *(x[0] for x in rows), *rest, pre_dispatch=True)
         refuse_effects(graph)
         refuse_regions(graph.graph.nodes)
@@ -261,8 +286,8 @@ def reached(body: LoopBody, operands: Sequence[Tensor]) -> list[list[bool]]:
         few = [x.requires_grad_(x.is_floating_point()) for x in _few_of(operands, body.by_rows, length)]
         rows, carried, rest = body.split(few)
         made = []
-        for row in zip(*(x.unbind(0) for x in rows), strict=True):
-            carried, results = body.call(carried, row, rest)
+        for k, row in enumerate(zip(*(x.unbind(0) for x in rows), strict=True)):
+            carried, results = body.call(carried, row, rest, k == 0)
             made.append(results)
         return [_reached_from(each, few) for each in zip(*made, strict=True)]
 

@@ -22,6 +22,7 @@ from ...graph.facts import expression
 from ...graph.recurrence import RECURRENCE
 from .apart import parts_of
 from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, refuse_effects_of
+from .first_row import NotApart, halves
 
 log = logging.getLogger(__name__)
 SCAN = getattr(torch.ops.higher_order, "scan", None)
@@ -70,14 +71,21 @@ def _unrolled(
     body: GraphModule, begin: Sequence[Tensor], rows: Sequence[Tensor], rest: Sequence[Any]
 ) -> list[Tensor | None]:
     """The same, one row after the other."""
-    return _row_by_row(Retrace(body).run, begin, rows, rest)
+    return _row_by_row(body, begin, rows, rest, lambda module: Retrace(module).run)
 
 
 def _row_by_row(
-    run: Callable[..., Any], begin: Sequence[Tensor], rows: Sequence[Tensor], rest: Sequence[Any]
+    body: GraphModule,
+    begin: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    rest: Sequence[Any],
+    runs: Callable[[GraphModule], Callable[..., Any]] = lambda module: module,
 ) -> list[Tensor | None]:
     carried, results = list(begin), []
+    first, other = (None if x is None else runs(x) for x in halves(body))
+    assert other is not None
     for k in range(int(rows[0].shape[0])):
+        run = other if k or first is None else first
         found = run(*carried, *(x.select(0, k) for x in rows), *rest)
         carried = list(found[: len(begin)])
         results.append(found[len(begin) :])
@@ -150,9 +158,14 @@ def understood(
         LoopNotUnderstood: it is none.
     """
     operands = [*rows, *begin, *(x for x in rest if isinstance(x, Tensor))]
-    module = plain_body(module, {x.device for x in operands})
+    devices = {x.device for x in operands}
+    try:
+        first, module = halves(module)
+    except NotApart as error:
+        raise LoopNotUnderstood(f"is not one step from row to row: {error}") from error
+    first = None if first is None else plain_body(first, devices)
     kinds = tuple(None if isinstance(x, Tensor) else _number(x, operands, len(rows)) for x in rest)
-    body = LoopBody(module, len(begin), len(rows), kinds, last)
+    body = LoopBody(plain_body(module, devices), len(begin), len(rows), kinds, last, first=first)
     with disable_proxy_modes_tracing():
         results = body.results_of(operands)
     if not results:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .names import around, assigned, before, leaves, loads, names_in, read_behind, read_first, stores
+from .first_rows import OfTheFirst, asked, compared, is_index, rows_of, told
+from .names import (
+    LOOPS,
+    around,
+    assigned,
+    before,
+    leaves,
+    loads,
+    names_in,
+    read_behind,
+    read_first,
+    reads_behind,
+    stores,
+)  # fmt: skip
 from .places import Iterated, Place, Row, header_of, is_all, place_of, root
 
 # Functions of `torch` that make a tensor that nobody else knows of.
@@ -55,7 +68,10 @@ class Loop:
         carried: variables that go from row to row.
         written: tensors of which a row is written, by the name of the row in the new body.
         appended: lists to which something is appended, likewise.
+        joined: where these lists are read.
         body: the new body.
+        has_first: it asks whether a row is the first.
+        unbound: carried variables that nothing is assigned to before.
     """
 
     node: ast.For
@@ -65,7 +81,10 @@ class Loop:
     carried: list[str]
     written: dict[str, Written]
     appended: dict[str, str]
+    joined: list[ast.Name]
     body: list[ast.stmt]
+    has_first: bool
+    unbound: list[str]
 
 
 def loops_of(tree: ast.FunctionDef) -> Iterator[ast.For]:
@@ -101,6 +120,8 @@ class _Analysis:
     rows: dict[str, Row] = field(default_factory=dict)
     written: dict[str, Written] = field(default_factory=dict)
     appended: dict[str, str] = field(default_factory=dict)
+    joined: list[ast.Name] = field(default_factory=list)
+    has_first: bool = False
 
     def found(self) -> Loop:
         self.header = header_of(self.loop, self.tree)
@@ -120,8 +141,19 @@ class _Analysis:
         if not self.rows or not (self.written or self.appended or set(carried) & later):
             raise NotAStep("it reads no rows, or nothing becomes of them")
         iterated = {x.name: x.row.tensor for x in self.header.rows}
-        count, rows = self.header.count, self.rows
-        return Loop(self.loop, count, iterated, rows, carried, self.written, self.appended, body)
+        made = self.written, self.appended, self.joined
+        more = self.has_first, self._unbound(carried)
+        return Loop(self.loop, self.header.count, iterated, self.rows, carried, *made, body, *more)
+
+    def _unbound(self, carried: Sequence[str]) -> list[str]:
+        """Of variables that are carried, those that only the loop assigns: the first row does it."""
+        own = {id(n) for n in ast.walk(self.loop)}
+        bound = {a.arg for a in ast.walk(self.tree.args) if isinstance(a, ast.arg)}
+        bound |= {n.id for n in names_in(self.tree.body) if id(n) not in own and isinstance(n.ctx, ast.Store)}
+        found = [n for n in carried if n not in bound]
+        if found and any(isinstance(s, LOOPS) for s in around(self.tree.body, self.loop)):
+            raise NotAStep("the last round of a loop around it may have assigned what it carries")
+        return found
 
     def _refuse_kinds(self) -> None:
         for node in (n for s in self.loop.body for n in ast.walk(s)):
@@ -172,8 +204,9 @@ class _Analysis:
     def _statement(self, statement: ast.stmt, inner: bool = False) -> ast.stmt:
         """A statement in the new body; `inner`: it may not be run."""
         if isinstance(statement, ast.If):
-            parts = ([self._statement(s, True) for s in p] for p in (statement.body, statement.orelse))
-            return ast.copy_location(ast.If(self._with_rows(statement.test), *parts), statement)
+            own = self._of_the_first(statement.test, statement.body, statement.orelse)
+            parts = ([self._statement(s, True) for s in p] for p in own)
+            return ast.copy_location(ast.If(self._test(statement.test), *parts), statement)
         if isinstance(statement, ast.For):
             return self._inner_loop(statement)
         if isinstance(statement, ast.Expr):
@@ -214,6 +247,21 @@ class _Analysis:
 
     def _with_rows(self, node: Any) -> Any:
         return _TakenRows(self).visit(copy.deepcopy(node))
+
+    def _of_the_first(self, test: ast.expr, *parts: Any) -> list[list[Any]]:
+        """What is done where a question is answered with yes, and where with no."""
+        assert self.header is not None
+        told_of, made = told(test, self.header.index), [[copy.deepcopy(n) for n in part] for part in parts]
+        if told_of is not None:
+            own = OfTheFirst(self.header.index, rows_of(self.loop, self.header.index))
+            made[not told_of] = [own.visit(n) for n in made[not told_of]]
+        return made
+
+    def _test(self, node: ast.expr) -> ast.expr:
+        """What is asked, where only its truth counts."""
+        found = _TakenRows(self).tested(copy.deepcopy(node))
+        assert isinstance(found, ast.expr)
+        return found
 
     def _append(self, statement: ast.Expr, inner: bool) -> ast.stmt:
         call = statement.value
@@ -267,11 +315,12 @@ class _Analysis:
     def _only_joined(self, name: str) -> None:
         """A list must be read once after the loop: joined to a tensor."""
         own = {id(n) for n in ast.walk(self.loop)}
-        read = [n for n in names_in(self.tree.body) if n.id == name and isinstance(n.ctx, ast.Load)]
-        if len([n for n in read if id(n) not in own]) != 1:
+        read = [n for n in reads_behind(self.tree.body, self.loop, name) if id(n) not in own]
+        if len(read) != 1:
             raise NotAStep("a list that it appends to is read in several places")
-        if not any(is_join(n, name) for n in ast.walk(self.tree)):
+        if not any(is_join(n, read) for n in ast.walk(self.tree)):
             raise NotAStep("a list that it appends to is not joined to a tensor after it")
+        self.joined += read
 
 
 def _with_its_dim(iterated: Iterated, loop: ast.For) -> ast.stmt:
@@ -282,15 +331,15 @@ def _with_its_dim(iterated: Iterated, loop: ast.For) -> ast.stmt:
     return ast.fix_missing_locations(ast.copy_location(new, loop))
 
 
-def is_join(node: ast.AST, name: str) -> bool:
-    """True for `torch.stack(name, ...)` and `torch.cat(name, ...)`."""
+def is_join(node: ast.AST, lists: Sequence[ast.Name]) -> bool:
+    """True for `torch.stack(name, ...)` and `torch.cat(name, ...)`, where a list is read that is given."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
         return False
     if len(node.args) + len(node.keywords) > 2 or any(k.arg != "dim" for k in node.keywords):
         return False
-    first, module = node.args[0], node.func.value
+    module = node.func.value
     is_torch = isinstance(module, ast.Name) and module.id == "torch" and node.func.attr in JOINS
-    return is_torch and isinstance(first, ast.Name) and first.id == name
+    return is_torch and any(node.args[0] is n for n in lists)
 
 
 def _is_fresh(value: ast.expr) -> bool:
@@ -336,6 +385,36 @@ class _TakenRows(ast.NodeTransformer):
             return self.generic_visit(node)
         made = self._row(self.analysis._unchanged(Row(node.value, place.dim)), place)
         return ast.fix_missing_locations(ast.copy_location(made, node))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        is_first = compared(node, self._index)
+        return self.generic_visit(node) if is_first is None else self._asked(is_first, node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        (node.body,), (node.orelse,) = self.analysis._of_the_first(node.test, [node.body], [node.orelse])
+        node.test = self.tested(node.test)
+        node.body, node.orelse = self.visit(node.body), self.visit(node.orelse)
+        return node
+
+    def tested(self, node: ast.expr) -> ast.expr:
+        """A part of which only the truth counts: `t`, `not t`, `t and other`."""
+        if is_index(node, self._index):
+            return self._asked(False, node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            node.operand = self.tested(node.operand)
+        elif isinstance(node, ast.BoolOp):
+            node.values = [self.tested(v) for v in node.values]
+        else:
+            node = self.visit(node)
+        return node
+
+    @property
+    def _index(self) -> str | None:
+        return None if self.analysis.header is None else self.analysis.header.index
+
+    def _asked(self, is_first: bool, like: ast.expr) -> ast.expr:
+        self.analysis.has_first = True
+        return asked(is_first, f"{self.analysis.prefix}first", like)
 
     def _row(self, row: Row, place: Place) -> ast.expr:
         made: ast.expr = ast.Name(self._name(row), ast.Load())

@@ -40,22 +40,32 @@ def read_first(body: Iterable[ast.stmt], assigned: set[str]) -> tuple[set[str], 
         body: statements.
         assigned: names that are assigned before.
     """
-    read: set[str] = set()
+    read, after = _reads_first(body, assigned)
+    return {n.id for n in read}, after
+
+
+def _reads_first(body: Iterable[ast.stmt], assigned: set[str]) -> tuple[list[ast.Name], set[str]]:
+    """The same, with the places where they are read."""
+    read: list[ast.Name] = []
     assigned = set(assigned)
+
+    def note(node: ast.AST, kind: type = ast.Store) -> None:
+        read.extend(n for n in names_in([node]) if not isinstance(n.ctx, kind) and n.id not in assigned)
+
     for statement in body:
         if isinstance(statement, ast.If):
-            read |= loads(statement.test) - assigned
-            parts = [read_first(part, assigned) for part in (statement.body, statement.orelse)]
-            read |= parts[0][0] | parts[1][0]
+            note(statement.test)
+            parts = [_reads_first(part, assigned) for part in (statement.body, statement.orelse)]
+            read += parts[0][0] + parts[1][0]
             assigned = parts[0][1] & parts[1][1]
         elif isinstance(statement, ast.For):
-            read |= loads(statement.iter) - assigned
-            read |= read_first(statement.body, assigned | stores(statement.target))[0]
-            read |= read_first(statement.orelse, assigned)[0]
+            note(statement.iter)
+            read += _reads_first(statement.body, assigned | stores(statement.target))[0]
+            read += _reads_first(statement.orelse, assigned)[0]
         else:
-            read |= loads(statement) - assigned
+            note(statement)
             if isinstance(statement, ast.AugAssign):
-                read |= stores(statement) - assigned
+                note(statement.target, ast.Load)
             if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and statement.value:
                 assigned |= stores(statement)
     return read, assigned
@@ -67,6 +77,17 @@ def read_behind(body: list[ast.stmt], loop: ast.stmt) -> set[str]:
     for statements in reversed(_behind(body, loop) or []):
         found, assigned = read_first(statements, set())
         read = found | (read - assigned)
+    return read
+
+
+def reads_behind(body: list[ast.stmt], loop: ast.stmt, name: str) -> list[ast.Name]:
+    """Where a variable may be read after a loop before it is assigned anew."""
+    read: list[ast.Name] = []
+    for statements in _behind(body, loop) or []:
+        found, assigned = _reads_first(statements, set())
+        read += [n for n in found if n.id == name]
+        if name in assigned:
+            break
     return read
 
 

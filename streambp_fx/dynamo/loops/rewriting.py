@@ -50,6 +50,8 @@ def with_scans(code: CodeType) -> Rewritten:
     if not found:
         return Rewritten(None, tuple(unrolled))
     _Changed({id(x.node): (k, x) for k, x in enumerate(found)}).visit(tree)
+    (own,) = ast.parse(f"from {__package__} import scanning as {_MODULE}").body
+    tree.body.insert(0, _located(own, tree.body[0]))
     return Rewritten(source.compiled(), tuple(unrolled))
 
 
@@ -66,7 +68,7 @@ class _Changed(ast.NodeTransformer):
 
     def __init__(self, loops: dict[int, tuple[int, Loop]]) -> None:
         self.loops = loops
-        self.lists = {n for _, x in loops.values() for n in x.appended.values()}
+        self.lists = [n for _, x in loops.values() for n in x.joined]
 
     def visit_For(self, node: ast.For) -> ast.AST | list[ast.stmt]:
         if id(node) not in self.loops:
@@ -75,7 +77,7 @@ class _Changed(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if any(is_join(node, n) for n in self.lists):
+        if is_join(node, self.lists):
             assert isinstance(node.func, ast.Attribute)
             joined = ast.Attribute(ast.Name(_MODULE, ast.Load()), "joined", ast.Load())
             node.args.insert(0, node.func)
@@ -92,32 +94,37 @@ def _choice(number: int, loop: Loop) -> list[ast.stmt]:
     outs = _tuple(f"({w.name}, {w.dim})" for w in loop.written.values())
     carried, made = _tuple(loop.carried), _tuple([*loop.written, *loop.appended])
     scan = [
-        f"def {own}body({own}carried, {own}rows):",
+        f"def {own}body({own}first, {own}carried, {own}rows):",
         f"    {carried} = {own}carried" if loop.carried else "    pass",
         f"    {_tuple(loop.rows)} = {own}rows",
         f"    return {carried}, {made}",
-        f"{own}carried, {own}made = {_MODULE}.scan({own}body, {carried}, {read})",
+        f"{own}carried, {own}made = {_MODULE}.scan({own}body, {carried}, {read}, {loop.has_first})",
         f"{carried} = {own}carried" if loop.carried else "pass",
         f"{made} = {own}made" if made != "()" else "pass",
         *(f"{w.name} = {_MODULE}.put({n}, {w.name}, {w.dim}, {w.keeps})" for n, w in loop.written.items()),
-        *(f"{name} = ({n},)" for n, name in loop.appended.items()),
+        *(f"{name} = ({_MODULE}.ROWS, {n})" for n, name in loop.appended.items()),
     ]
-    lines = [f"from {__package__} import scanning as {_MODULE}", *(f"{name} = _" for name in names)]
+    lines = [f"{name} = _" for name in names]
+    lines += [f"{name} = None" for name in loop.unbound]
     lines += [f"if {_MODULE}.fits({names[0]}, {read}, {carried}, {outs}):"]
-    lines += [*(f"    {line}" for line in scan), "else:", "    pass"]
-    statements = ast.parse("\n".join(lines)).body
-    for node in (n for s in statements for n in ast.walk(s)):
-        if isinstance(node, (ast.stmt, ast.expr)):
-            ast.copy_location(node, loop.node)
-    for statement, value in zip(statements[1:], values, strict=False):
+    lines += [*(f"    {line}" for line in scan), "else:", "    pass", *(f"    del {n}" for n in loop.unbound)]
+    statements = [_located(s, loop.node) for s in ast.parse("\n".join(lines)).body]
+    for statement, value in zip(statements, values, strict=False):
         statement.value = value  # type: ignore[attr-defined]
     choice: Any = statements[-1]
     choice.body[0].body[-1:-1] = loop.body
     # what the loop goes over is evaluated once
     given = {id(loop.iterated[n]): v for n, v in zip(loop.rows, names[1:], strict=True) if n in loop.iterated}
     _Named({**given, id(loop.count): names[0]}).visit(loop.node)
-    choice.orelse = [loop.node]
+    choice.orelse.append(loop.node)
     return statements
+
+
+def _located(statement: ast.stmt, like: ast.stmt) -> ast.stmt:
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            ast.copy_location(node, like)
+    return statement
 
 
 class _Named(ast.NodeTransformer):

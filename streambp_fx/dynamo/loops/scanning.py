@@ -10,6 +10,11 @@ from torch import Tensor
 from torch._higher_order_ops.scan import scan as torch_scan
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...passes.s1_capture.loops.first_row import first_row, other_rows
+
+# Says of a tuple that it stands in the place of a list.
+ROWS = "rows of a scan"
+
 
 def fits(
     count: Any, rows: Sequence[tuple[Any, int]], carried: Any, written: Sequence[tuple[Any, int]]
@@ -31,37 +36,58 @@ def fits(
         if value.shape[dim] != count:
             return False
     return len(read) > 0 and all(
-        isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(carried)
+        x is None or (isinstance(x, Tensor) and x.is_floating_point()) for x in tree_leaves(carried)
     )
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]], carried: Any, rows: Sequence[tuple[Tensor, int]]
+    body: Callable[[bool, Any, Any], tuple[Any, Any]],
+    carried: Any,
+    rows: Sequence[tuple[Tensor, int]],
+    has_first: bool,
 ) -> tuple[Any, Any]:
     """The loop: what is carried after the last row, and results of all rows, (T, ...).
 
     Args:
-        body: takes what is carried and the rows, and returns what is carried and results.
-        carried: what it begins with.
+        body: takes whether a row is the first, what is carried and the rows; returns what is carried and results.
+        carried: what it begins with. What is None is something else after the first row.
         rows: tensors, and the dim of their rows; None is handed on as it is.
+        has_first: the body asks whether a row is the first.
     """
     places = [k for k, (value, _) in enumerate(rows) if value is not None]
+    count, given = len(rows), tuple(rows[k][0].movedim(rows[k][1], 0) for k in places)
+    has_first = has_first or any(x is None for x in tree_leaves(carried))
+    has_state = len(carried) > 0
+    begin = carried if has_state else (given[0].new_zeros(()),)  # it wants one
 
-    def step(carried: Any, rows: Any) -> tuple[Any, Any]:
+    def run(is_first: bool, carried: Any, rows: Any) -> tuple[Any, Any]:
         every = [None] * count
         for place, row in zip(places, rows, strict=True):
             every[place] = row
-        after, made = body(carried, tuple(every))
+        after, made = body(is_first, carried if has_state else (), tuple(every))
+        return after if has_state else carried, made
+
+    def step(carried: Any, rows: Any) -> tuple[Any, Any]:
+        after, made = run(False, carried, rows)
         # a scan refuses results that are one another, or what it is given, or lie in memory in another way
         return tree_map(_copied, after), tree_map(_copied, made)
 
-    count, given = len(rows), tuple(rows[k][0].movedim(rows[k][1], 0) for k in places)
-    if torch.is_autocast_enabled(given[0].device.type):
+    def steps(carried: Any, rows: Any) -> tuple[Any, Any]:
+        """NOTE [the first row] in `first_row.py`."""
+        first, made = run(True, begin, rows)
+        first = tree_map(lambda x, y: x.to(y.dtype), first, carried) if casts else first
+        other, others = run(False, carried, tuple(other_rows(row) for row in rows))
+        return tree_map(first_row, first, other), tree_map(first_row, made, others)
+
+    casts, carried = torch.is_autocast_enabled(given[0].device.type), begin
+    if has_first:  # what is computed here is looked at for its shape and dtype alone
+        after, _ = run(True, begin, tuple(value[0] for value in given))
+        carried = tree_map(lambda x: torch.zeros(x.shape, dtype=x.dtype, device=x.device), after)
+    if casts:
         carried = _in_later_dtypes(step, carried, given)
-    if not carried:  # it wants one
-        first = given[0].new_zeros(())
-        return (), torch_scan(lambda c, r: (c.clone(), step((), r)[1]), first, given)[1]
-    return torch_scan(step, tree_map(torch.Tensor.contiguous, carried), given)
+    carried = tree_map(torch.Tensor.contiguous, carried)
+    after, made = torch_scan(steps if has_first else step, carried, given)
+    return (after if has_state else ()), made
 
 
 def _in_later_dtypes(step: Callable[[Any, Any], tuple[Any, Any]], carried: Any, given: Any) -> Any:
@@ -98,16 +124,16 @@ def joined(join: Callable[..., Tensor], rows: Any, *args: Any, **kwargs: Any) ->
 
     Args:
         join: one of these two.
-        rows: a list of tensors; or a tuple of one, (T, ...), which has what the list would have.
+        rows: tensors; or `ROWS` and a tensor, (T, ...), which has what a list would have.
 
     Raises:
         TypeError: it is another function.
     """
-    if type(rows) is not tuple:
+    if type(rows) is not tuple or type(rows[0]) is not str:
         return join(rows, *args, **kwargs)
     if join not in (torch.stack, torch.cat, torch.concat):
         raise TypeError(f"{join} is not known to join tensors")
-    made = rows[0]
+    made = rows[1]
     dim = args[0] if args else kwargs.get("dim", 0)
     if join is torch.stack:
         return made.movedim(0, dim).contiguous()
