@@ -2,9 +2,9 @@
 
 NOTE [the first row]: in `if h is None: h = f(row) else: h = g(row, h)` the first row is one step and each
 other row another. Both are traced, one after the other, in one body; `other_rows` says where the second one
-begins, and `first_row` which result is whose. Before anything is run the body is taken apart again (`halves`):
-each row runs its own step and nothing else. To compute both and choose would be wrong, as what is not chosen
-may have a gradient that is not finite.
+begins, and `first_row` which result is whose. Before anything is run the body is taken apart again
+(`halves`): each row runs its own step and nothing else. To compute both and choose would be wrong, as what is
+not chosen may have a gradient that is not finite.
 """
 
 from __future__ import annotations

@@ -8,28 +8,34 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .first_rows import OfTheFirst, asked, compared, is_index, rows_of, told
+from .forms import (
+    as_assignment,
+    assigned_names,
+    changed_by,
+    containers_of,
+    is_fresh,
+    is_identity,
+    is_join,
+    is_made_before,
+    read_for_facts,
+)
 from .names import (
     LOOPS,
     around,
-    assigned,
-    before,
     leaves,
-    loads,
     names_in,
     read_behind,
     read_first,
     reads_behind,
     stores,
 )  # fmt: skip
-from .places import Iterated, Place, Row, header_of, is_all, place_of, root
+from .places import Iterated, Row, header_of, is_all, place_of, root
+from .row_numbers import OfTheFirst, TakenRows, rows_of, told
 
-# Functions of `torch` that make a tensor that nobody else knows of.
-NEW = {"zeros", "ones", "empty", "full"}
-FRESH = {*NEW, *(f"{n}_like" for n in NEW)}
 # Names that have to mean what they always do.
-OWN = {"range", "enumerate", "zip", "torch"}
-JOINS = {"stack", "cat", "concat"}
+OWN = {"range", "enumerate", "zip", "torch", "list", "dict", "len", "tuple", "reversed"}
+# The module `scanning`, in the new code.
+SCANNING = "_streambp_scanning"
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.ListComp, ast.SetComp,
            ast.DictComp, ast.GeneratorExp)  # fmt: skip
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.If, ast.For, ast.Expr, ast.Pass)
@@ -127,6 +133,9 @@ class _Analysis:
         self.header = header_of(self.loop, self.tree)
         assert self.header is not None
         self.targets, self.stored = stores(self.loop.target), set[str]().union(*map(stores, self.loop.body))
+        self.containers = containers_of(self.tree, self.loop)
+        self.changed = {n for s in self.loop.body for x in ast.walk(s) if (n := self._changed(x))}
+        self.stored |= self.containers | self.changed
         self._refuse_kinds()
         self.rows |= {x.name: x.row for x in self.header.rows}
         body = [_with_its_dim(x, self.loop) for x in self.header.rows if x.keeps]
@@ -168,11 +177,11 @@ class _Analysis:
         outer = (n for s in around(self.tree.body, self.loop) for n in ast.walk(s))
         if any(isinstance(n, (ast.Break, ast.Continue)) for n in outer):
             raise NotAStep("it stands in a loop that may end early")
-        if any(isinstance(n, ast.Compare) and _is_identity(n) for s in self.loop.body for n in ast.walk(s)):
+        if any(isinstance(n, ast.Compare) and is_identity(n) for s in self.loop.body for n in ast.walk(s)):
             raise NotAStep("it asks which object a value is")
         if {"super", "next"} & {n.id for n in names_in(self.loop.body)}:
             raise NotAStep("it calls super(), or takes the next of something")
-        if _MIRRORS & {n.id for n in names_in(self.tree.body)} or OWN & _assigned_names(self.tree):
+        if _MIRRORS & {n.id for n in names_in(self.tree.body)} or OWN & assigned_names(self.tree):
             raise NotAStep("the function looks at its own variables, or has a range of its own")
 
     def _refuse_scopes(self) -> None:
@@ -194,7 +203,7 @@ class _Analysis:
             if changed is not None and own & {n.id for n in names_in([changed])}:
                 raise NotAStep("what it reads or makes is changed in place elsewhere")
 
-    def _unchanged(self, row: Row) -> Row:
+    def unchanged(self, row: Row) -> Row:
         if not isinstance(row.tensor, ast.Name):
             raise NotAStep("it takes rows of something other than a variable")
         if root(row.tensor) in self.stored:
@@ -204,21 +213,44 @@ class _Analysis:
     def _statement(self, statement: ast.stmt, inner: bool = False) -> ast.stmt:
         """A statement in the new body; `inner`: it may not be run."""
         if isinstance(statement, ast.If):
-            own = self._of_the_first(statement.test, statement.body, statement.orelse)
+            own = self.of_the_first(statement.test, statement.body, statement.orelse)
             parts = ([self._statement(s, True) for s in p] for p in own)
             return ast.copy_location(ast.If(self._test(statement.test), *parts), statement)
         if isinstance(statement, ast.For):
             return self._inner_loop(statement)
+        name = self._changed(statement)
+        if name is not None:
+            return self._with_rows(as_assignment(statement, name, SCANNING))
         if isinstance(statement, ast.Expr):
             return self._append(statement, inner)
         if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
             return self._assigned_anew(statement, inner)
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if isinstance(statement, ast.AugAssign) and self._is_assigned(statement.target):
+            statement = self._entry_anew(statement)
+        if all(self._is_assigned(e) for t in targets if t is not None for e in leaves(t)):
+            return self._with_rows(statement)
         if any(isinstance(t, ast.Subscript) for t in targets) and isinstance(statement, ast.Assign):
             return self._write(statement, inner)
-        if not all(isinstance(e, ast.Name) for t in targets if t is not None for e in leaves(t)):
-            raise NotAStep("it assigns something other than a variable")
-        return self._with_rows(statement)
+        raise NotAStep("it assigns something other than a variable")
+
+    def _changed(self, statement: ast.AST) -> str | None:
+        """A tensor that is made for the loop and that a statement of it changes in place."""
+        name = changed_by(statement) if isinstance(statement, (ast.Expr, ast.Assign)) else None
+        return name if name is not None and is_made_before(name, self.tree, self.loop, is_fresh) else None
+
+    def _is_assigned(self, target: ast.expr) -> bool:
+        """True for a variable, and for an entry of a container."""
+        if isinstance(target, ast.Subscript) and not isinstance(target.slice, ast.Slice):
+            return isinstance(target.value, ast.Name) and target.value.id in self.containers
+        return isinstance(target, ast.Name)
+
+    def _entry_anew(self, statement: ast.AugAssign) -> ast.stmt:
+        """`a[k] += b` as `a[k] = a[k] + b`."""
+        target = copy.deepcopy(statement.target)
+        target.ctx = ast.Load()
+        made = ast.Assign([statement.target], ast.BinOp(target, statement.op, statement.value))  # type: ignore[arg-type]
+        return ast.fix_missing_locations(ast.copy_location(made, statement))
 
     def _inner_loop(self, loop: ast.For) -> ast.stmt:
         """A loop within the body, over something else."""
@@ -246,9 +278,9 @@ class _Analysis:
         return ast.fix_missing_locations(ast.copy_location(new, statement))
 
     def _with_rows(self, node: Any) -> Any:
-        return _TakenRows(self).visit(copy.deepcopy(node))
+        return TakenRows(self).visit(copy.deepcopy(node))
 
-    def _of_the_first(self, test: ast.expr, *parts: Any) -> list[list[Any]]:
+    def of_the_first(self, test: ast.expr, *parts: Any) -> list[list[Any]]:
         """What is done where a question is answered with yes, and where with no."""
         assert self.header is not None
         told_of, made = told(test, self.header.index), [[copy.deepcopy(n) for n in part] for part in parts]
@@ -259,7 +291,7 @@ class _Analysis:
 
     def _test(self, node: ast.expr) -> ast.expr:
         """What is asked, where only its truth counts."""
-        found = _TakenRows(self).tested(copy.deepcopy(node))
+        found = TakenRows(self).tested(copy.deepcopy(node))
         assert isinstance(found, ast.expr)
         return found
 
@@ -274,6 +306,8 @@ class _Analysis:
         name = root(call.func.value) if isinstance(call.func.value, ast.Name) else None
         if name is None:
             raise NotAStep("it appends to something other than a variable's list")
+        if name in self.containers and any(name in stores(s) for s in self.loop.body):
+            return self._with_rows(statement)
         self._fresh(name, inner, lambda v: isinstance(v, ast.List) and not v.elts)
         self._only_joined(name)
         self.appended[self._made()] = name
@@ -287,7 +321,7 @@ class _Analysis:
         found = place_of(target.slice, self.header.index)
         if found is None or not all(map(is_all, found.rest)) or not isinstance(target.value, ast.Name):
             raise NotAStep("it writes something other than a row of a variable's tensor")
-        self._fresh(target.value.id, inner, _is_fresh)
+        self._fresh(target.value.id, inner, is_fresh)
         self.written[self._made()] = Written(target.value.id, found.dim, found.keeps)
         return self._named(list(self.written)[-1], statement.value, statement)
 
@@ -298,18 +332,15 @@ class _Analysis:
         made = ast.Assign([ast.Name(name, ast.Store())], self._with_rows(value))  # type: ignore[arg-type]
         return ast.fix_missing_locations(ast.copy_location(made, like))
 
-    def _fresh(self, name: str, inner: bool, is_fresh: Callable[[ast.expr], bool]) -> None:
+    def _fresh(self, name: str, inner: bool, is_made: Callable[[ast.expr], bool]) -> None:
         """What is written must be made right before the loop, for it, and be known to nobody until then."""
         if inner:
             raise NotAStep("it writes or appends only sometimes")
-        facts = {id(n) for n in _read_for_facts(self.tree)}
+        facts = {id(n) for n in read_for_facts(self.tree)}
         read = lambda body: [n for n in names_in(body) if n.id == name and id(n) not in facts]  # noqa: E731
-        if len(read(self.loop.body)) != 1 or name in loads(self.loop.iter):
+        if len(read(self.loop.body)) != 1:
             raise NotAStep("it reads what it writes")
-        earlier = before(self.tree.body, self.loop) or []
-        place = next((k for k, s in enumerate(earlier) if name in stores(s)), None)
-        made = None if place is None else assigned(name, earlier[place])
-        if made is None or not is_fresh(made) or read(earlier[:place]):
+        if not is_made_before(name, self.tree, self.loop, is_made):
             raise NotAStep("what it writes is not made for it, or is read before it")
 
     def _only_joined(self, name: str) -> None:
@@ -329,105 +360,3 @@ def _with_its_dim(iterated: Iterated, loop: ast.For) -> ast.stmt:
     made = ast.Call(row, [ast.Constant(iterated.row.dim)], [])
     new = ast.Assign([ast.Name(iterated.name, ast.Store())], made)
     return ast.fix_missing_locations(ast.copy_location(new, loop))
-
-
-def is_join(node: ast.AST, lists: Sequence[ast.Name]) -> bool:
-    """True for `torch.stack(name, ...)` and `torch.cat(name, ...)`, where a list is read that is given."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
-        return False
-    if len(node.args) + len(node.keywords) > 2 or any(k.arg != "dim" for k in node.keywords):
-        return False
-    module = node.func.value
-    is_torch = isinstance(module, ast.Name) and module.id == "torch" and node.func.attr in JOINS
-    return is_torch and any(node.args[0] is n for n in lists)
-
-
-def _is_fresh(value: ast.expr) -> bool:
-    """True for `torch.zeros(...)`, `torch.zeros_like(...)`, `x.new_zeros(...)` and their like."""
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
-        return False
-    if any(k.arg not in ("dtype", "device") for k in value.keywords):
-        return False
-    if isinstance(value.func.value, ast.Name) and value.func.value.id == "torch":
-        return value.func.attr in FRESH
-    return value.func.attr in {f"new_{n}" for n in NEW}
-
-
-def _is_identity(node: ast.Compare) -> bool:
-    """True for `is` and `is not`, but with None."""
-    by_identity = any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops)
-    operands = (node.left, *node.comparators)
-    return by_identity and not any(isinstance(x, ast.Constant) and x.value is None for x in operands)
-
-
-def _assigned_names(tree: ast.FunctionDef) -> set[str]:
-    parameters = {a.arg for a in ast.walk(tree.args) if isinstance(a, ast.arg)}
-    return stores(tree) | parameters
-
-
-def _read_for_facts(tree: ast.AST) -> Iterator[ast.expr]:
-    """Variables that are read for the dtype, the device or the shape of their tensor."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device", "shape"):
-            yield node.value
-
-
-class _TakenRows(ast.NodeTransformer):
-    """Puts the name of a row where a row is taken."""
-
-    def __init__(self, analysis: _Analysis) -> None:
-        self.analysis = analysis
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        header = self.analysis.header
-        place = None if header is None else place_of(node.slice, header.index)
-        if place is None or root(node.value) is None:
-            return self.generic_visit(node)
-        made = self._row(self.analysis._unchanged(Row(node.value, place.dim)), place)
-        return ast.fix_missing_locations(ast.copy_location(made, node))
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        is_first = compared(node, self._index)
-        return self.generic_visit(node) if is_first is None else self._asked(is_first, node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        (node.body,), (node.orelse,) = self.analysis._of_the_first(node.test, [node.body], [node.orelse])
-        node.test = self.tested(node.test)
-        node.body, node.orelse = self.visit(node.body), self.visit(node.orelse)
-        return node
-
-    def tested(self, node: ast.expr) -> ast.expr:
-        """A part of which only the truth counts: `t`, `not t`, `t and other`."""
-        if is_index(node, self._index):
-            return self._asked(False, node)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            node.operand = self.tested(node.operand)
-        elif isinstance(node, ast.BoolOp):
-            node.values = [self.tested(v) for v in node.values]
-        else:
-            node = self.visit(node)
-        return node
-
-    @property
-    def _index(self) -> str | None:
-        return None if self.analysis.header is None else self.analysis.header.index
-
-    def _asked(self, is_first: bool, like: ast.expr) -> ast.expr:
-        self.analysis.has_first = True
-        return asked(is_first, f"{self.analysis.prefix}first", like)
-
-    def _row(self, row: Row, place: Place) -> ast.expr:
-        made: ast.expr = ast.Name(self._name(row), ast.Load())
-        if place.keeps:
-            made = ast.Call(ast.Attribute(made, "unsqueeze", ast.Load()), [ast.Constant(place.dim)], [])
-        if not all(map(is_all, place.rest)):
-            made = ast.Subscript(made, ast.Tuple(place.rest, ast.Load()), ast.Load())
-        return made
-
-    def _name(self, row: Row) -> str:
-        rows = self.analysis.rows
-        key = (ast.dump(row.tensor), row.dim)
-        found = next((n for n, r in rows.items() if (ast.dump(r.tensor), r.dim) == key), None)
-        name = found or f"{self.analysis.prefix}row_{len(rows)}"
-        rows[name] = row
-        return name

@@ -13,6 +13,7 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFunctionVariable
 
 from ..this_backend import MARK, is_ours
+from .analysis import OWN
 from .closed import NotClosed, refuse_open, watch_bodies
 from .record import current_record
 from .rewriting import BODY, with_scans
@@ -109,7 +110,7 @@ def _with_scans(parent: Any, func: Any) -> Any:
         return None
     if not is_ours(parent.output.compiler_fn) or code in record.refused:
         return None
-    if {"range", "enumerate", "zip"} & names.keys() or names.get("torch", torch) is not torch:
+    if (OWN - {"torch"}) & names.keys() or names.get("torch", torch) is not torch:
         return None
     changed = with_scans(code)
     record.unrolled.update(dict.fromkeys(changed.unrolled))

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
-from .analysis import Loop, NotAStep, is_join, loops_of, step_of
+from .analysis import SCANNING, Loop, NotAStep, loops_of, step_of
+from .forms import is_join
 from .places import NAMES
 from .source import source_of
 
 PREFIX = "_streambp_"
-_MODULE = f"{PREFIX}scanning"
 BODY = re.compile(rf"{PREFIX}\d+_body")
 _LOOP = dis.opmap["FOR_ITER"]
 
@@ -50,7 +50,7 @@ def with_scans(code: CodeType) -> Rewritten:
     if not found:
         return Rewritten(None, tuple(unrolled))
     _Changed({id(x.node): (k, x) for k, x in enumerate(found)}).visit(tree)
-    (own,) = ast.parse(f"from {__package__} import scanning as {_MODULE}").body
+    (own,) = ast.parse(f"from {__package__} import scanning as {SCANNING}").body
     tree.body.insert(0, _located(own, tree.body[0]))
     return Rewritten(source.compiled(), tuple(unrolled))
 
@@ -79,7 +79,7 @@ class _Changed(ast.NodeTransformer):
         self.generic_visit(node)
         if is_join(node, self.lists):
             assert isinstance(node.func, ast.Attribute)
-            joined = ast.Attribute(ast.Name(_MODULE, ast.Load()), "joined", ast.Load())
+            joined = ast.Attribute(ast.Name(SCANNING, ast.Load()), "joined", ast.Load())
             node.args.insert(0, node.func)
             node.func = ast.copy_location(joined, node)
         return node
@@ -98,15 +98,15 @@ def _choice(number: int, loop: Loop) -> list[ast.stmt]:
         f"    {carried} = {own}carried" if loop.carried else "    pass",
         f"    {_tuple(loop.rows)} = {own}rows",
         f"    return {carried}, {made}",
-        f"{own}carried, {own}made = {_MODULE}.scan({own}body, {carried}, {read}, {loop.has_first})",
+        f"{own}carried, {own}made = {SCANNING}.scan({own}body, {carried}, {read}, {loop.has_first})",
         f"{carried} = {own}carried" if loop.carried else "pass",
         f"{made} = {own}made" if made != "()" else "pass",
-        *(f"{w.name} = {_MODULE}.put({n}, {w.name}, {w.dim}, {w.keeps})" for n, w in loop.written.items()),
-        *(f"{name} = ({_MODULE}.ROWS, {n})" for n, name in loop.appended.items()),
+        *(f"{w.name} = {SCANNING}.put({n}, {w.name}, {w.dim}, {w.keeps})" for n, w in loop.written.items()),
+        *(f"{name} = ({SCANNING}.ROWS, {n})" for n, name in loop.appended.items()),
     ]
     lines = [f"{name} = _" for name in names]
     lines += [f"{name} = None" for name in loop.unbound]
-    lines += [f"if {_MODULE}.fits({names[0]}, {read}, {carried}, {outs}):"]
+    lines += [f"if {SCANNING}.fits({names[0]}, {read}, {carried}, {outs}):"]
     lines += [*(f"    {line}" for line in scan), "else:", "    pass", *(f"    del {n}" for n in loop.unbound)]
     statements = [_located(s, loop.node) for s in ast.parse("\n".join(lines)).body]
     for statement, value in zip(statements, values, strict=False):

@@ -49,7 +49,8 @@ def scan(
     """The loop: what is carried after the last row, and results of all rows, (T, ...).
 
     Args:
-        body: takes whether a row is the first, what is carried and the rows; returns what is carried and results.
+        body: takes whether a row is the first, what is carried and the rows; returns what is carried, and
+            results.
         carried: what it begins with. What is None is something else after the first row.
         rows: tensors, and the dim of their rows; None is handed on as it is.
         has_first: the body asks whether a row is the first.
@@ -64,7 +65,8 @@ def scan(
         every = [None] * count
         for place, row in zip(places, rows, strict=True):
             every[place] = row
-        after, made = body(is_first, carried if has_state else (), tuple(every))
+        own = tree_map(lambda x: x, carried) if has_state else ()  # its lists may be changed
+        after, made = body(is_first, own, tuple(every))
         return after if has_state else carried, made
 
     def step(carried: Any, rows: Any) -> tuple[Any, Any]:
@@ -98,6 +100,28 @@ def _in_later_dtypes(step: Callable[[Any, Any], tuple[Any, Any]], carried: Any, 
 
 def _copied(value: Tensor) -> Tensor:
     return value.clone(memory_format=torch.contiguous_format)
+
+
+def changed(method: str, value: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """What a tensor is after a method has changed it in place; the tensor itself is left as it is.
+
+    Args:
+        method: the name without its underscore; "copy": it is assigned as a whole.
+        value: the tensor, of any shape and dtype.
+        args, kwargs: of the method.
+
+    Raises:
+        TypeError: it would have another shape or dtype.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError("a method changes something that is no tensor")
+    if method == "copy":
+        of = args[0] if isinstance(args[0], Tensor) else torch.full_like(value, args[0])
+        return of.to(value.dtype).expand(value.shape)
+    made: Tensor = getattr(value, method)(*args, **kwargs)
+    if made.shape != value.shape or made.dtype != value.dtype:
+        raise TypeError(f"{method}_ gives another shape or dtype")
+    return made
 
 
 def put(made: Tensor, out: Tensor, dim: int, keeps: bool) -> Tensor:

@@ -1,10 +1,11 @@
-"""Questions of a body that only the first row answers otherwise: `t == 0`, `if t:`."""
+"""What a body may do with the number of a row: take rows of tensors, and ask whether it is the first."""
 
 from __future__ import annotations
 
 import ast
+from typing import Any
 
-from .places import integer, place_of
+from .places import Place, Row, integer, is_all, place_of, root
 
 # What `t` is compared with, and what that says of the first row, for t from 0 on.
 _SAYS = {(ast.Eq, 0): True, (ast.LtE, 0): True, (ast.Lt, 1): True, (ast.NotEq, 0): False, (ast.Gt, 0): False,
@@ -83,3 +84,64 @@ def asked(is_first: bool, name: str, like: ast.expr) -> ast.expr:
     made: ast.expr = ast.Name(name, ast.Load())
     made = made if is_first else ast.UnaryOp(ast.Not(), made)
     return ast.fix_missing_locations(ast.copy_location(made, like))
+
+
+class TakenRows(ast.NodeTransformer):
+    """Puts the name of a row where a row is taken."""
+
+    def __init__(self, analysis: Any) -> None:
+        self.analysis = analysis
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        header = self.analysis.header
+        place = None if header is None else place_of(node.slice, header.index)
+        if place is None or root(node.value) is None:
+            return self.generic_visit(node)
+        made = self._row(self.analysis.unchanged(Row(node.value, place.dim)), place)
+        return ast.fix_missing_locations(ast.copy_location(made, node))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        is_first = compared(node, self._index)
+        return self.generic_visit(node) if is_first is None else self._asked(is_first, node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        (node.body,), (node.orelse,) = self.analysis.of_the_first(node.test, [node.body], [node.orelse])
+        node.test = self.tested(node.test)
+        node.body, node.orelse = self.visit(node.body), self.visit(node.orelse)
+        return node
+
+    def tested(self, node: ast.expr) -> ast.expr:
+        """A part of which only the truth counts: `t`, `not t`, `t and other`."""
+        if is_index(node, self._index):
+            return self._asked(False, node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            node.operand = self.tested(node.operand)
+        elif isinstance(node, ast.BoolOp):
+            node.values = [self.tested(v) for v in node.values]
+        else:
+            node = self.visit(node)
+        return node
+
+    @property
+    def _index(self) -> str | None:
+        return None if self.analysis.header is None else self.analysis.header.index
+
+    def _asked(self, is_first: bool, like: ast.expr) -> ast.expr:
+        self.analysis.has_first = True
+        return asked(is_first, f"{self.analysis.prefix}first", like)
+
+    def _row(self, row: Row, place: Place) -> ast.expr:
+        made: ast.expr = ast.Name(self._name(row), ast.Load())
+        if place.keeps:
+            made = ast.Call(ast.Attribute(made, "unsqueeze", ast.Load()), [ast.Constant(place.dim)], [])
+        if not all(map(is_all, place.rest)):
+            made = ast.Subscript(made, ast.Tuple(place.rest, ast.Load()), ast.Load())
+        return made
+
+    def _name(self, row: Row) -> str:
+        rows = self.analysis.rows
+        key = (ast.dump(row.tensor), row.dim)
+        found = next((n for n, r in rows.items() if (ast.dump(r.tensor), r.dim) == key), None)
+        name = found or f"{self.analysis.prefix}row_{len(rows)}"
+        rows[name] = row
+        return name
