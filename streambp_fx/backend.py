@@ -44,7 +44,7 @@ from .passes.graph.functionalization import NotPureError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
-from .passes.s1_capture.loops.scans import understood, with_plain_loops
+from .passes.s1_capture.loops.scans import refuse_loops, with_plain_loops
 from .passes.s1_capture.sequence_length import find_lengths, where_read
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
@@ -133,7 +133,7 @@ warn_of_skipped_frames()
 watch_frames(
     lambda frame, compiled: with_compared_loops(frame, lambda: in_the_words_of_the_model(frame, compiled))
 )
-watch_calls(understood)
+watch_calls(refuse_loops)
 
 
 def compile_graph(

@@ -22,6 +22,7 @@ from ...graph.purity import is_random
 from ...graph.recurrence import RECURRENCES, Recurrence
 from ...graph.tracing import trace
 from ..refused_effects import refuse_effects, refuse_regions, refuse_strides
+from .in_place import without_marks
 
 
 class LoopNotUnderstood(Exception):
@@ -177,6 +178,7 @@ def plain_body(module: GraphModule, devices: set[torch.device]) -> GraphModule:
     copies: dict[Node, Node] = {}
     results = graph.graph_copy(module.graph, copies)
     graph.output(torch.fx.node.map_arg(results, _before_copies))
+    without_marks(graph)
     first = next(iter(graph.nodes))
     with graph.inserting_after(next(n for n in reversed(graph.nodes) if n.op == "placeholder")):
         device = graph.call_function(getattr, (first, "device"))

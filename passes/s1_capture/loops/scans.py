@@ -23,6 +23,7 @@ from ...graph.recurrence import RECURRENCE
 from .apart import parts_of
 from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, refuse_effects_of
 from .first_row import NotApart, halves
+from .in_place import refuse_shared
 
 log = logging.getLogger(__name__)
 SCAN = getattr(torch.ops.higher_order, "scan", None)
@@ -140,6 +141,22 @@ def _recurrence(
         made.update(zip(part.results, of_part, strict=True))
     after = {k: made[own + place].select(0, -1) for place, k in enumerate(last)}
     return [*map(after.get, range(carried)), *map(made.get, range(own))]
+
+
+def refuse_loops(
+    module: GraphModule, begin: Sequence[Tensor], rows: Sequence[Tensor], rest: Sequence[Any]
+) -> None:
+    """See to it that a Python loop that was traced as a scan can be one.
+
+    Args:
+        module, begin, rows, rest: as `scan` takes them; nothing is computed with their numbers.
+
+    Raises:
+        LoopNotUnderstood: it is no step with a state.
+        SharedChange: it changes something in place that somebody else may know of.
+    """
+    refuse_shared(module, begin, rows, rest)
+    understood(module, begin, rows, rest)
 
 
 def understood(

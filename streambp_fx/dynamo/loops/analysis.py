@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .forms import (
+    added,
     as_assignment,
     assigned_names,
     changed_by,
@@ -249,7 +250,7 @@ class _Analysis:
         """`a[k] += b` as `a[k] = a[k] + b`."""
         target = copy.deepcopy(statement.target)
         target.ctx = ast.Load()
-        made = ast.Assign([statement.target], ast.BinOp(target, statement.op, statement.value))  # type: ignore[arg-type]
+        made = ast.Assign([statement.target], added(target, statement.op, statement.value, SCANNING))  # type: ignore[arg-type]
         return ast.fix_missing_locations(ast.copy_location(made, statement))
 
     def _inner_loop(self, loop: ast.For) -> ast.stmt:
@@ -273,7 +274,7 @@ class _Analysis:
             append = ast.Attribute(ast.Name(target.id, ast.Load()), "append", ast.Load())
             call = ast.Expr(ast.Call(append, value.elts, []))
             return self._append(ast.fix_missing_locations(ast.copy_location(call, statement)), inner)
-        made = ast.BinOp(ast.Name(target.id, ast.Load()), statement.op, self._with_rows(value))
+        made = added(ast.Name(target.id, ast.Load()), statement.op, self._with_rows(value), SCANNING)
         new = ast.Assign([ast.Name(target.id, ast.Store())], made)
         return ast.fix_missing_locations(ast.copy_location(new, statement))
 

@@ -123,8 +123,6 @@ def _is_entered(name: str, loop: ast.For) -> bool:
             known.add(id(node.value))
         elif isinstance(node, ast.Call) and _reads_entries(node.func):
             known |= {id(a) for a in node.args}
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            known.add(id(node.value))  # another name: the entries are what they are
     read = [n for s in loop.body for n in names_in([s]) if n.id == name and isinstance(n.ctx, ast.Load)]
     return all(id(n) in known for n in read)
 
@@ -184,3 +182,9 @@ def as_assignment(statement: ast.stmt, name: str, module: str) -> ast.stmt:
     )
     new = ast.Assign([ast.Name(name, ast.Store())], made)
     return ast.fix_missing_locations(ast.copy_location(new, statement))
+
+
+def added(target: ast.expr, op: ast.operator, value: ast.expr, module: str) -> ast.expr:
+    """`module.added(a, a + b)` for `a += b`, see `scanning.added`."""
+    function = ast.Attribute(ast.Name(module, ast.Load()), "added", ast.Load())
+    return ast.Call(function, [target, ast.BinOp(target, op, value)], [])

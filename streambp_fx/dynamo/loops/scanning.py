@@ -11,6 +11,7 @@ from torch._higher_order_ops.scan import scan as torch_scan
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...passes.s1_capture.loops.first_row import first_row, other_rows
+from ...passes.s1_capture.loops.in_place import changed_to
 
 # Says of a tuple that it stands in the place of a list.
 ROWS = "rows of a scan"
@@ -117,11 +118,26 @@ def changed(method: str, value: Any, *args: Any, **kwargs: Any) -> Tensor:
         raise TypeError("a method changes something that is no tensor")
     if method == "copy":
         of = args[0] if isinstance(args[0], Tensor) else torch.full_like(value, args[0])
-        return of.to(value.dtype).expand(value.shape)
+        return changed_to(value, of.to(value.dtype).expand(value.shape))
     made: Tensor = getattr(value, method)(*args, **kwargs)
-    if made.shape != value.shape or made.dtype != value.dtype:
-        raise TypeError(f"{method}_ gives another shape or dtype")
-    return made
+    return changed_to(value, made)
+
+
+def added(old: Any, new: Any) -> Any:
+    """What `a += b` gives, which changes `a` if that is a tensor.
+
+    Args:
+        old: a tensor of any shape and dtype, or a number.
+        new: `a + b`.
+
+    Raises:
+        TypeError: it is something else, or would have another shape or dtype.
+    """
+    if isinstance(old, Tensor):
+        return changed_to(old, new)
+    if not isinstance(old, (int, float, bool, complex)):
+        raise TypeError(f"{type(old).__name__} is changed in place")
+    return new
 
 
 def put(made: Tensor, out: Tensor, dim: int, keeps: bool) -> Tensor:

@@ -62,6 +62,8 @@ OFTEN: dict[str, str] = {
     "recurrences: read by an attention": "compile",
     "convolutions: cut in another place": "transform",
     "loops: a cell and a list": "compile",
+    "loops: a step with no finite gradient for the first": "compile",
+    "loops: handed on": "transform",
     "loops: layers with other weights": "compile",
     "loops: what it has written by another name": "transform",
     "reductions: one set of scores, two masks": "compile",
