@@ -263,6 +263,8 @@ def _kept_vjp(
     """As `recurrence_vjp`, from the record of the step."""
     record, kept.record = kept.record, None  # type: ignore[attr-defined]
     pairs = [(e, g) for e, g in ((record.made, gradient), (record.last, last_gradient)) if e is not None]
+    if not pairs:  # one row, which is the first and reads nothing that has a gradient
+        return [torch.zeros_like(x) for x in record.leaves]
     ends, gradients = zip(*pairs, strict=True)
     found = torch.autograd.grad(ends, record.leaves, gradients, allow_unused=True)
     pairs = list(zip(record.leaves, found, strict=True))

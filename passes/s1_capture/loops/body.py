@@ -138,7 +138,10 @@ def packed(carried: Sequence[Tensor]) -> Tensor:
 
 
 def has_begun(state: Tensor | None) -> bool:
-    """True if a state is one after some rows; also if it has no numbers, as most chunks are not the first."""
+    """True if a state, of one dim, is one after some rows.
+
+    A state without numbers is taken for one: most chunks are not the first.
+    """
     if state is None or isinstance(state, FakeTensor) or state.is_meta:
         return state is not None
     return bool(state.detach()[0] != 0)

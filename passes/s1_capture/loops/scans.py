@@ -149,7 +149,7 @@ def refuse_loops(
     """See to it that a Python loop that was traced as a scan can be one.
 
     Args:
-        module, begin, rows, rest: as `scan` takes them; nothing is computed with their numbers.
+        module, begin, rows, rest: as `scan` takes them; shapes, dtypes and memory are looked at.
 
     Raises:
         LoopNotUnderstood: it is no step with a state.

@@ -44,6 +44,7 @@ def is_identity(node: ast.Compare) -> bool:
 
 
 def assigned_names(tree: ast.FunctionDef) -> set[str]:
+    """What a function assigns, and what it takes."""
     parameters = {a.arg for a in ast.walk(tree.args) if isinstance(a, ast.arg)}
     return stores(tree) | parameters
 

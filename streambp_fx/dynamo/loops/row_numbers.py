@@ -61,6 +61,7 @@ class OfTheFirst(ast.NodeTransformer):
         self.index, self.rows = index, rows
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """An index of numbers."""
         self.generic_visit(node)
         entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         for k, entry in enumerate(entries):
@@ -93,6 +94,7 @@ class TakenRows(ast.NodeTransformer):
         self.analysis = analysis
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        """A row that is taken."""
         header = self.analysis.header
         place = None if header is None else place_of(node.slice, header.index)
         if place is None or root(node.value) is None:
@@ -101,10 +103,12 @@ class TakenRows(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(made, node))
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        """Whether a row is the first."""
         is_first = compared(node, self._index)
         return self.generic_visit(node) if is_first is None else self._asked(is_first, node)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        """The same, as `a if t else b`."""
         (node.body,), (node.orelse,) = self.analysis.of_the_first(node.test, [node.body], [node.orelse])
         node.test = self.tested(node.test)
         node.body, node.orelse = self.visit(node.body), self.visit(node.orelse)
