@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._dynamo import variables as kinds
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.functions import BaseUserFunctionVariable, NestedUserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -57,21 +57,27 @@ FIXED = (
 )
 
 
+NEW = (AttributeMutationNew, ValueMutationNew)
+
+
 class NotClosed(Exception):
     """A body knows of something that may be another thing for each row."""
 
 
-def refuse_open(body: Any, effects: SideEffects) -> None:
+def refuse_open(body: Any, effects: SideEffects) -> list[int]:
     """See to it that the function of a body refers to nothing that may change from row to row.
 
     Args:
         body: what Dynamo knows of the function.
         effects: of the trace.
 
+    Returns:
+        Which values it refers to, in an order of theirs: another list if one of them is changed.
+
     Raises:
         NotClosed: it does.
     """
-    seen: set[int] = set()
+    seen: dict[int, None] = {}
     # and objects with attributes that this forward has set: functions may come to them by other ways
     pending = [
         body,
@@ -82,8 +88,52 @@ def refuse_open(body: Any, effects: SideEffects) -> None:
         if isinstance(value, kinds.LazyVariableTracker):
             value = value.realize()
         if id(value) not in seen:
-            seen.add(id(value))
+            seen[id(value)] = None
             pending += _within(value, effects)
+    return list(seen)
+
+
+class Unchanged:
+    """What a body may change where Dynamo lets it: outside of a scan, where it is traced for its shapes.
+
+    Args:
+        body, effects: as `refuse_open` takes them.
+    """
+
+    def __init__(self, body: Any, effects: SideEffects) -> None:
+        self.body, self.effects = body, effects
+        self.reached, self.known = refuse_open(body, effects), self._known()
+        self.modified = self._modified()
+
+    def refuse_changes(self) -> None:
+        """Look again.
+
+        Raises:
+            NotClosed: something was changed since.
+        """
+        now = self._known()
+        same = all(now.get(k) == value for k, value in self.known.items())
+        if (
+            not same
+            or refuse_open(self.body, self.effects) != self.reached
+            or self._modified() != self.modified
+        ):
+            raise NotClosed("it changes something outside of it")
+
+    def _known(self) -> dict[int, Any]:
+        """Attributes and entries of what Dynamo knows of, by object."""
+        found: dict[int, Any] = {}
+        for value in self.effects.id_to_variable.values():
+            items = value.items if isinstance(value, (BaseListVariable, kinds.ConstDictVariable)) else ()
+            entries = items.values() if isinstance(items, dict) else items
+            own = self.effects.store_attr_mutations.get(value, {})
+            found[id(value)] = list(map(id, entries)), [(n, id(v)) for n, v in own.items()]
+        return found
+
+    def _modified(self) -> set[int]:
+        """Objects from before the trace that it changes."""
+        known = [x for x in self.effects.id_to_variable.values() if not isinstance(x.mutation_type, NEW)]
+        return {id(x) for x in known if self.effects.is_modified(x)}
 
 
 def _within(value: VariableTracker, effects: SideEffects) -> Iterator[VariableTracker]:

@@ -14,8 +14,8 @@ from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFu
 
 from ..this_backend import MARK, is_ours
 from .analysis import OWN
-from .closed import NotClosed, refuse_open, watch_bodies
-from .record import current_record
+from .closed import NotClosed, Unchanged, watch_bodies
+from .record import LoopRecord, current_record
 from .rewriting import BODY, with_scans
 
 SCAN = getattr(torch.ops.higher_order, "scan", None)
@@ -49,13 +49,7 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
         if other is not None and is_ours(parent.output.compiler_fn):
             return original(parent, func.clone(fn=other), *args, **kwargs)
         if is_body(func) and (record := current_record()) is not None:
-            refuse_open(func, parent.output.side_effects)
-            record.bodies += 1
-            record.in_body += 1
-            try:
-                return original(parent, func, *args, **kwargs)
-            finally:
-                record.in_body -= 1
+            return _in_body(parent, func, record, lambda: original(parent, func, *args, **kwargs))
         made = _with_scans(parent, func)
         if made is None:
             return original(parent, func, *args, **kwargs)
@@ -79,6 +73,23 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
 
     setattr(inline_call, MARK, True)
     InliningInstructionTranslator.inline_call = classmethod(inline_call)  # type: ignore[assignment, method-assign]
+
+
+def _in_body(parent: Any, body: Any, record: LoopRecord, traced: Callable[[], Any]) -> Any:
+    """Trace the body of a scan, or one that is traced for its shapes before, which must change nothing.
+
+    Raises:
+        NotClosed: it knows of something that may change, or changes something.
+    """
+    before = Unchanged(body, parent.output.side_effects)
+    record.bodies += 1
+    record.in_body += 1
+    try:
+        found = traced()
+    finally:
+        record.in_body -= 1
+    before.refuse_changes()
+    return found
 
 
 def is_body(function: Any) -> bool:
