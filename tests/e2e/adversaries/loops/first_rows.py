@@ -154,3 +154,48 @@ def the_last_state_of_one_that_began_as_none(m: Subject, x: Tensor, ids: Tensor)
         h = m.cell(x[:, t], h)
         made.append(h)
     return x + torch.stack(made, 1) + h[:, None]  # type: ignore[index]
+
+
+# The first row is traced before the scan, for its shapes: an effect must not hide from the scan by that.
+
+
+@block(WHATEVER)
+def an_effect_that_hides_itself(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    seen: list[int] = []
+    out, h = torch.zeros_like(x), None
+    a = b = c = d = e = f = g = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        h, y = noted(seen, m.lin(x[:, t]), h)
+        out[:, t] = g + x[:, t]
+        a, b, c, d, e, f, g = y, a, b, c, d, e, f
+    return x + out
+
+
+def noted(seen: list[int], row: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
+    if h is not None:
+        return torch.tanh(h + row), row * 5
+    if seen:
+        return row, row * 3
+    seen.append(1)
+    return row, row * 2
+
+
+@block(WHATEVER)
+def an_effect_on_a_module_that_hides_itself(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    m.counts.asked = 0
+    out, h = torch.zeros_like(x), None
+    a = b = c = d = e = f = g = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        h, y = noted_in(m, m.lin(x[:, t]), h)
+        out[:, t] = g + x[:, t]
+        a, b, c, d, e, f, g = y, a, b, c, d, e, f
+    return x + out
+
+
+def noted_in(m: Subject, row: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
+    if h is not None:
+        return torch.tanh(h + row), row * 5
+    if m.counts.asked:
+        return row, row * 3
+    m.counts.asked = 1
+    return row, row * 2
