@@ -193,8 +193,8 @@ def _pieces(prefix: Any, pieces: int) -> list[tuple[Any, Any]]:
 
     NOTE [prefix in pieces]: the kernels return the gradients of keys and values whole, before they are added
     to the sums: as many bytes again as the keys and values themselves. Where the states of one layer are the
-    peak, because rows lie elsewhere, a quarter of them at a time is differentiated. Elsewhere the peak lies
-    in other places, and more kernels would only take time.
+    peak, because rows lie elsewhere or on several devices, a quarter of them at a time is differentiated.
+    Otherwise the peak lies in other places, and more kernels would only take time.
     """
     if isinstance(prefix, int) and prefix == 0:
         return []

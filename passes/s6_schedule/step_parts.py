@@ -31,6 +31,7 @@ class Making:
         accumulate: dtype of sums over chunks, where the value is in half precision.
         lazy: outputs in `facts.lazy` are computed when they are read.
         exchange: how states come from other devices: "gather", "blocks" or "auto".
+        shared: rows of a sequence lie on several devices.
     """
 
     body: str
@@ -38,6 +39,7 @@ class Making:
     accumulate: str
     lazy: bool
     exchange: str = "auto"
+    shared: bool = False
 
 
 class StepParts:
@@ -161,12 +163,13 @@ def _programs_of(facts: Facts, making: Making, shared: Programs) -> list[Segment
     """Identical segments share their programs."""
     found: list[SegmentPrograms | Subgraph] = []
     for segment in facts.segments:
-        by_rows = making.policy.order == "chunks" or making.policy.offload_rows
+        # unchunked it would take all rows, and their gradient
+        by_rows = making.policy.order == "chunks" or making.policy.offload_rows or making.shared
         whole = segment.kind == "unchunked" and not (by_rows and looks_up(facts, segment))
         if not segment.chunked or whole:
             found.append(_unchunked_form(facts, segment))
             continue
-        pieces = PIECES if making.policy.offload_rows else 1
+        pieces = PIECES if making.policy.offload_rows or making.shared else 1
         key = (segment.signature, making.body, making.accumulate, pieces)
         if key not in shared:
             shared[key] = SegmentPrograms(facts, segment, *key[1:])

@@ -55,7 +55,12 @@ class StepCost(ProgramCosts):
     def storing(self, policy: Policy) -> StepCost:
         """The cost with another memory policy."""
         options = self.options.storing(policy)
-        found = StepCost(self.facts, options, Executor(self.facts, options, self.executor.programs), self)
+        found = StepCost(
+            self.facts,
+            options,
+            Executor(self.facts, options, self.executor.programs, shared=self.executor.shared),
+            self,
+        )
         found.devices = self.devices
         return found
 
@@ -132,7 +137,8 @@ class StepCost(ProgramCosts):
 
     def along(self, devices: int) -> StepCost:
         """The cost on one of so many devices, over which the rows of each sequence are distributed."""
-        found = StepCost(self.facts, self.options, self.executor, self)
+        executor = Executor(self.facts, self.options, self.executor.programs, shared=devices > 1)
+        found = StepCost(self.facts, self.options, executor, self)
         found.devices = devices
         return found
 

@@ -51,6 +51,7 @@ class Executor:
             `logits` for the outputs in `facts.lazy`.
         programs: programs of another executor of the same graph, to be used again where they are the same.
         stored: parameters that are there only while a step has taken them, see `sharded_parameters`.
+        shared: rows of a sequence lie on several devices, as with `mesh`.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Executor:
         options: Options,
         programs: Programs | None = None,
         stored: GraphGroups | None = None,
+        shared: bool = False,
     ) -> None:
         self.facts, self.options, self.samples = facts, options, samples(facts)
+        self.shared = shared or (options.mesh is not None and options.mesh.size() > 1)
         self.batch = batch_size(facts)
         self.programs: Programs = {} if programs is None else programs
         self.stored = stored
@@ -75,9 +78,8 @@ class Executor:
         # Of the largest step so far: tokens of a sequence, rows of a chunk, other sizes.
         self.largest: tuple[int, int, tuple[tuple[sympy.Symbol, int], ...]] | None = None
         self.policy, self.wide = options.stored, options.accumulate == "float32"
-        making = Making(
-            options.body, self.policy, options.accumulate, options.logits == "lazy", options.exchange
-        )
+        lazy, body, wide = options.logits == "lazy", options.body, options.accumulate
+        making = Making(body, self.policy, wide, lazy, options.exchange, self.shared)
         self.parts = StepParts(facts, making, self.programs)
         self.runners = [
             SegmentRunner(facts, s, own) if isinstance(own, SegmentPrograms) else None
@@ -164,7 +166,7 @@ class Executor:
         """The executor with this memory policy: this one, or for a check another one."""
         if policy == self.policy:
             return self
-        return Executor(self.facts, self.options.storing(policy), self.programs, self.stored)
+        return Executor(self.facts, self.options.storing(policy), self.programs, self.stored, self.shared)
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True if what the graph's capture assumed about sizes holds for these inputs."""
