@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from ..graph.facts import Segment
 from ..pipeline.runner import Pass, run_passes
 from ..s3_cut.policy import groups
@@ -65,10 +67,11 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
     """
     if not program.backward:
         return program
-    found = [g for g in groups(parts.facts, parts.policy) if len(g) > 1]
     forward, backward = list(program.forward), list(program.backward)
     returned = set(program.returned)
-    for group in found:
+    kept = {v.node for v in returned}
+    found = [own for group in groups(parts.facts, parts.policy) for own in _cut_behind(group, kept)]
+    for group in (g for g in found if len(g) > 1):
         indices = {s.index for s in group}
         places = [k for k, i in enumerate(forward) if segment_of(i) in indices]
         body = tuple(forward[k] for k in places)
@@ -91,6 +94,18 @@ def keep_inputs_of_groups(program: StepProgram, parts: StepParts) -> StepProgram
             )
             backward.insert(first, again)
     return program.with_parts(forward, backward)
+
+
+def _cut_behind(group: list[Segment], kept: set[Node | None]) -> Iterator[list[Segment]]:
+    """A group in parts that end with what is kept anyway: what follows is made of that."""
+    part: list[Segment] = []
+    for segment in group:
+        part.append(segment)
+        if not kept.isdisjoint(segment.outputs):
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _group(

@@ -55,6 +55,9 @@ def check_group(state: State, instruction: Group) -> None:
     are(instruction.inputs, read_from_outside(working), "reads")
     if instruction.again != tuple(i for i in working if i in instruction.again):
         raise Fault("what is run again is not what was run")
+    skipped = {v for i in working if i not in instruction.again for v in i.results}
+    for value in (v for i in instruction.again for v in i.inputs if v in skipped):
+        raise Fault(f"{value.name} is read by what is run again, and is not made again")
     last = state.segment(segments[-1]).index
     state.grouped.groups[last] = instruction
     state.grouped.last_of.update({s: last for s in segments if s is not None})

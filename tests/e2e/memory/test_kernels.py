@@ -172,7 +172,7 @@ def test_blocks_are_one_attention(name: str, masked: bool, pieces: int) -> None:
     gradient = torch.randn(expected.shape)
     wanted = torch.autograd.grad(expected, leaves, gradient)
     query.requires_grad_()
-    fixed = (bias, kernel, prefix, not masked, 0.3, pieces)
+    fixed = (bias, kernel, prefix, not masked, 0.3, pieces, False)
     out, lse = prefix_attention.PrefixAttention.apply(query, *own, key, value, *sums, *sums, *fixed)
     (found,) = torch.autograd.grad(out, [query], gradient)
     assert lse.shape == query.shape[:3]

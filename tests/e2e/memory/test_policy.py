@@ -216,6 +216,34 @@ def test_trained_parameters_are_those_that_were_chosen() -> None:
         check_exact(frozen, {"T=67": plain(2, 67)}, **policy)
 
 
+@pytest.mark.parametrize("every", sample([3, 4, 5], 3))
+@pytest.mark.parametrize("shown", sample([1, 2, 3], 2))
+def test_a_hidden_state_that_is_returned_from_within_a_group(every: int, shown: int) -> None:
+    """What follows it in the group is made again of it, and not of what was not made again."""
+
+    class Shown(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build("llama", num_hidden_layers=4)
+
+        def forward(self, input_ids: Any, labels: Any) -> tuple[Any, Any]:
+            found = self.model(input_ids=input_ids, labels=labels, output_hidden_states=True)
+            return found.loss, found.hidden_states[shown]
+
+    def run(model: Any, batch: Any) -> list[Any]:
+        loss, hidden = model(batch["input_ids"], labels=batch["labels"])
+        (loss + hidden.sin().mean()).backward()
+        return [loss, *(p.grad for p in model.parameters())]
+
+    model, batch = Shown(), plain(2, 37)
+    want = run(model, batch)
+    model.zero_grad()
+    options: dict[str, Any] = {"chunk": 16, "loss_chunk": 8, "every": every, "check": "never"}
+    found = run(streambp_fx.transform(model, **options), batch)
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("policy", sample(["every 2", "disk", "attention", ALL_OF_THEM]))
 def test_retained_graph_and_no_grad(policy: str) -> None:
     """A graph that is kept can be gone through again, and evaluation keeps nothing."""

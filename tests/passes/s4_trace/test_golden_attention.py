@@ -94,7 +94,7 @@ def backward(query: Tensor, key: Tensor, value: Tensor, more: Tensor) -> Any:
     query = query.detach().requires_grad_()
     states = (*own, key, value, *sums, *own_sums)
     with torch.enable_grad():
-        out, _ = PrefixAttention.apply(query, *states, None, CpuFlash(), PREFIX, True, None, 1)
+        out, _ = PrefixAttention.apply(query, *states, None, CpuFlash(), PREFIX, True, None, 1, False)
     return torch.autograd.grad(out, [query, *own], more)
 
 

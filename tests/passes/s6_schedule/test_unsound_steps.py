@@ -288,6 +288,11 @@ GRADIENTS: dict[str, tuple[str, Edit, str]] = {
 GROUPS: dict[str, tuple[str, Edit, str]] = {
     "a group keeps nothing": ("every second", put(a(Group), inputs=()), "values, not 0"),
     "a group runs nothing again": ("every second", put(a(Group), again=()), "what its group has not kept"),
+    "a group does not make again what it reads": (
+        "every second",
+        put(a(Group), again=lambda i: i.again[1:]),
+        "is not made again",
+    ),
     "what is run again reads nothing": ("every second", put(a(Again), inputs=()), "values, not 0"),
     "another segment's backward waits": (
         "every second",
