@@ -4,16 +4,23 @@ NOTE [hooks that come later]: Dynamo calls the hooks that a module has when it t
 default does not look whether there are others in a later step (`skip_nnmodule_hook_guards`). A graph of ours
 is compiled again then: for each module that was found without hooks Dynamo is asked to look after all, and
 for the hooks of all modules (`register_module_forward_hook`) too. It looks in its guards, in C++.
+
+NOTE [methods that are replaced later]: nor does Dynamo look whether a class has other functions in a later
+step (`Layer.forward = other`), though it looks at those of an instance. So for one module of each class it is
+asked to look at all functions that the class, and what it inherits from, had.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+
 from torch import nn
 from torch._C import _autograd as autograd
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, ChainedSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
@@ -40,9 +47,39 @@ def guard_hooks() -> None:
     skipped = [g for g in guards if g.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT]
     for guard in skipped:
         guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+    for source, name in _methods(g.originating_source for g in skipped):
+        guards.add(AttrSource(TypeSource(source), name).make_guard(GuardBuilder.CLOSURE_MATCH))
     source = InstructionTranslator.current_tx().import_source(modules.__name__)
     for name in OF_ALL_MODULES:
         guards.add(AttrSource(source, name).make_guard(GuardBuilder.DICT_KEYS_MATCH))
+
+
+def _methods(tables: Iterable[Source]) -> Iterator[tuple[Source, str]]:
+    """For one module of each class where it is found, and the names of the functions that the class has.
+
+    Args:
+        tables: where the tables of hooks of modules are found.
+    """
+    output, seen = InstructionTranslator.current_tx().output, set[type]()
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    for source in dict.fromkeys(s for table in tables for s in _holders(table)):
+        try:
+            module = eval(source.name, {}, scope)  # as Dynamo itself finds what it guards
+        except Exception:
+            continue  # it is reached by what Dynamo alone knows
+        if isinstance(module, nn.Module) and type(module) not in seen:
+            seen.add(type(module))
+            classes = (c for c in type(module).__mro__ if c is not nn.Module and issubclass(c, nn.Module))
+            own = ((n, v) for c in classes for n, v in vars(c).items())
+            names = dict.fromkeys(n for n, v in own if isinstance(v, FunctionType))
+            yield from ((source, n) for n in names if isinstance(getattr(type(module), n), FunctionType))
+
+
+def _holders(source: Source) -> Iterator[Source]:
+    """What a source is reached through, from the nearest to the outermost."""
+    while isinstance(source, ChainedSource):
+        source = source.base
+        yield source
 
 
 # Hooks of PyTorch on what autograd saves, which give back what they were given.

@@ -262,7 +262,24 @@ def saved_on_the_cpu(model: Any, call: Call) -> dict[str, Any]:
         return steps(model, call)
 
 
+def methods_of_classes(model: Any, call: Call) -> dict[str, Any]:
+    """A method of a class is replaced after the first step, and comes back."""
+    original = Layer.forward
+
+    def doubled(self: Layer, x: Tensor, scale: float = 1.0) -> Tensor:
+        return original(self, x, scale * 2)
+
+    def put(function: Callable[..., Tensor]) -> Callable[[], None]:
+        return lambda: setattr(Layer, "forward", function)
+
+    try:
+        return steps(model, call, put(doubled), put(original))
+    finally:
+        put(original)()
+
+
 STREAMED: dict[str, Scenario] = {
+    "methods of classes": methods_of_classes,
     "forward hooks": forward_hooks,
     "hooks on the model": hooks_on_the_model,
     "hooks of all modules": hooks_of_all_modules,
@@ -399,6 +416,7 @@ def through(doors: dict[str, tuple[str, ...]], *often: tuple[str, str]) -> list[
 
 OFTEN = [
     ("hooks of all modules", "transform"),
+    ("methods of classes", "transform"),
     ("gradient of layers.0.up", "compile"),
 ]
 
