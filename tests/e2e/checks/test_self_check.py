@@ -213,9 +213,12 @@ def sparse(patch: pytest.MonkeyPatch) -> None:
 def a_row_less(patch: pytest.MonkeyPatch) -> None:
     """The last row of the last chunk is left out."""
     own = segment_runner.split_rows
-    patch.setattr(
-        segment_runner, "split_rows", lambda n, c: [*own(n, c)[:-1], (own(n, c)[-1][0], own(n, c)[-1][1] - 1)]
-    )
+
+    def split(total: int, chunk: int, **how: int) -> list[tuple[int, int]]:
+        *others, (start, rows) = own(total, chunk, **how)
+        return [*others, (start, rows - 1)]
+
+    patch.setattr(segment_runner, "split_rows", split)
 
 
 def unscaled(patch: pytest.MonkeyPatch) -> None:
@@ -247,8 +250,8 @@ def pooled(patch: pytest.MonkeyPatch) -> None:
     """The memory of a sum of gradients is used again in the next step."""
     own, held = interpreter._new, {}
 
-    def new(buffer: Any, frame: Any, zero: bool, place: str) -> Tensor:
-        made = own(buffer, frame, zero, place)
+    def new(buffer: Any, frame: Any, *how: Any) -> Tensor:
+        made = own(buffer, frame, *how)
         if buffer.kind is not BufferKind.SUM:
             return made
         return held.setdefault((id(frame.runner), made.shape, buffer), made).detach().zero_()
