@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -216,6 +217,8 @@ def test_bad_sizes_in_python(folder: Path) -> None:
     for wrong in ({"seq_len": 1}, {"seq_len": 64, "chunk": 0}, {"seq_len": 64, "batch_size": True}):
         with pytest.raises(PlanError, match="must be an int"):
             streambp_fx.plan(folder, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="a name or a path, not a LlamaConfig"):
+        streambp_fx.plan(transformers.LlamaConfig(), seq_len=64)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="rank"):
         pytest.importorskip("peft")
         streambp_fx.plan(folder, 64, lora_rank=0)

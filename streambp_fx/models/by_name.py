@@ -27,6 +27,11 @@ def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | 
     """
     from .loading import ModelSourceError, model_from_config
 
+    if not isinstance(source, str | Path):
+        raise PlanError(
+            f"the model must be an nn.Module, a name or a path, not a {type(source).__name__}. Of a config: "
+            'with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
+        )
     if dtype not in DTYPES:
         raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     try:
