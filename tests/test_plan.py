@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -218,7 +217,7 @@ def test_bad_sizes_in_python(folder: Path) -> None:
         with pytest.raises(PlanError, match="must be an int"):
             streambp_fx.plan(folder, **wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="a name or a path, not a LlamaConfig"):
-        streambp_fx.plan(transformers.LlamaConfig(), seq_len=64)  # type: ignore[arg-type]
+        streambp_fx.plan(LlamaConfig(), seq_len=64)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="rank"):
         pytest.importorskip("peft")
         streambp_fx.plan(folder, 64, lora_rank=0)
