@@ -284,8 +284,8 @@ class StepWalk(ProcedureWalk):
         nodes = [_node(v) for v in instruction.inputs]
         large = [n for n in nodes if sympy.Mul(*shape_of(n)).subs(self.facts.values) >= LARGE]
         packed = sum(self.cost.bytes_of(n, self.sizes) for n in nodes if n not in large)
-        size = packed + sum(self.cost.bytes_of(n, self.sizes) for n in large)
-        calls = len(large) + bool(len(nodes) - len(large))
+        size = sum(self.cost.bytes_of(n, self.sizes) for n in nodes)
+        calls = len(large) + (len(large) < len(nodes))
         together = replace(self._along(CollectiveKind.ALL_REDUCE, "shares of gradients", size), calls=calls)
         yield self._together(together, (SUMMED, packed))
 

@@ -184,8 +184,8 @@ def _chunks(instruction: Chunks, frame: Frame) -> None:
     blocks = blocks_of(instruction, frame)
     order = blocks[::-1] if instruction.reverse else blocks
     elsewhere = _read_elsewhere(instruction, frame)
-    by_blocks = any(inner.by_blocks for inner in instruction.body if isinstance(inner, Run))
-    if by_blocks and frame.step.own is not None:
+    if any(inner.by_blocks for inner in instruction.body if isinstance(inner, Run)):
+        assert frame.step.own is not None
         frame.exchange = ColumnBlocks(frame.step.own, frame.step.chunk)
     for place, (frame.index, frame.block) in enumerate(order):
         for _, following in order[place + 1 : place + 2] if elsewhere else ():  # its rows come meanwhile

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...passes.graph.facts import Axis, Facts, PassError, Reach, Segment, shape_of, sum_dtype, tensors_of
+from ...passes.graph.facts import (
+    Axis,
+    Facts,
+    Mask,
+    PassError,
+    Reach,
+    Segment,
+    shape_of,
+    sum_dtype,
+    tensors_of,
+)
 from ...passes.s2_prove.gradient_edges import reached
 from ...passes.s2_prove.independent_samples import Samples
 from ...passes.s3_cut.alive_bytes import row_axis
@@ -197,7 +207,7 @@ class SegmentRunner:
         if not can_take_turns(own.tokens, own.devices, chunk):
             return False
         spans, count = own.spans(step.total), own.chunks_of_piece(chunk)
-        plain = frozenset(m for m, mine in self.model_masks.items() if mine in step.plain)
+        plain = self._plain(step)
         extents = map(own.of_others, self.extents_of(step.total, chunk, False, spans, count))
         for extent in {e.pattern: e for e in extents}.values():
             numbers = self.numbers(extent, step.seed, step)
@@ -350,11 +360,14 @@ class SegmentRunner:
         self, kind: str, extent: Extent, step: StepData, args: list[Any], price: Price | None = None
     ) -> Lowered:
         """The program for a chunk; only the numbers at the front of `args` are looked at."""
-        plain = frozenset(m for m, own in self.model_masks.items() if own in step.plain)
         try:
-            return self.programs.get(kind, plain, extent, args, price)
+            return self.programs.get(kind, self._plain(step), extent, args, price)
         except PassError as error:
             raise compile_error(error) from error
+
+    def _plain(self, step: StepData) -> frozenset[Mask]:
+        """Masks that hide nothing but later rows in a step, by the names of the programs."""
+        return frozenset(m for m, own in self.model_masks.items() if own in step.plain)
 
     def rows_of(self, node: Node, value: Tensor, extent: Extent, step: StepData) -> Tensor:
         """The rows of a chunk: a view of the whole value with fewer entries in the dim of the sequence."""
