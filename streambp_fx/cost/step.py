@@ -55,12 +55,7 @@ class StepCost(ProgramCosts):
     def storing(self, policy: Policy) -> StepCost:
         """The cost with another memory policy."""
         options = self.options.storing(policy)
-        found = StepCost(
-            self.facts,
-            options,
-            Executor(self.facts, options, self.executor.programs, shared=self.executor.shared),
-            self,
-        )
+        found = StepCost(self.facts, options, self.executor.storing(policy), self)
         found.devices = self.devices
         return found
 
