@@ -15,6 +15,11 @@ BENCH_STAMP := $(VENV)/.installed-bench
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# Compiled modules are kept, in the virtual environment alone, also where Python is told not to: else each process
+# compiles PyTorch anew, 8 of its first 14 seconds, and the tests start many.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all golden mutants compat check format bench bench-check docs release-check clean install
 
 install: $(STAMP)

@@ -32,6 +32,7 @@ from .short_inputs import ShortSizes
 from .short_steps import differences, run
 
 # Relative differences within one segment that are none of rounding.
+APART = "every segment alone is right"
 CLEAR = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -68,8 +69,7 @@ def blame(
                 return found
     clear = _clear(v for n in executor.facts.nodes for v in tensors_of(n))
     return Blame(
-        f"every segment alone is right to {clear:.0e}: what joins them is not (loss, epilogue, buffers), or "
-        "one is wrong by less"
+        f"{APART} to {clear:.0e}: what joins them is not (loss, epilogue, buffers), or one is wrong by less"
     )
 
 
@@ -157,9 +157,7 @@ class _Trial:
         whole = [self.values[n] for n in segment.whole]
         results = []
         for streamed in (False, True):
-            leaves = {
-                n: self.values[n].detach().clone().requires_grad_(n in self.facts.needs_grad) for n in order
-            }
+            leaves = {n: self._own(n).requires_grad_(n in self.facts.needs_grad) for n in order}
             with torch.enable_grad(), torch._C._DisableAutocast():
                 if streamed:
                     outputs = StreamedSegment.apply(
@@ -183,6 +181,12 @@ class _Trial:
                 how = "" if a is None or b is None else f" by {_share(a, b):.1e} of its norm"
                 return f"the gradient of {self._name(leaf)} differs{how}", reader
         return "", None
+
+    def _own(self, node: Node) -> Tensor:
+        """A copy of a value that lies in memory as a segment gets it: what a segment has made in order."""
+        kept = torch.preserve_format if node.op == "placeholder" else torch.contiguous_format
+        value: Tensor = self.values[node].detach().clone(memory_format=kept)
+        return value
 
     def _gradients(
         self, segment: Segment, outputs: Sequence[Tensor], leaves: dict[Node, Tensor]

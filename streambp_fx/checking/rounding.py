@@ -46,7 +46,7 @@ class Noise:
         share: of the norm of the whole gradient.
     """
 
-    by_key: dict[tuple[bool, int], float] = field(default_factory=dict)
+    by_key: dict[tuple[bool, str], float] = field(default_factory=dict)
     share: float = 0.0
 
     def add(self, expected: Outcome, noisy: Outcome) -> None:

@@ -40,7 +40,7 @@ from ..runtime.segments.own_rows import alone
 from ..runtime.step_kinds import StepKind
 from .drawn_factors import probabilities_of, wrong_draws
 from .dropout import SMOOTH, Drawn, Trial
-from .first_wrong_op import Blame, blame
+from .first_wrong_op import APART, Blame, blame
 from .result import OF_KINDS, SelfCheck
 from .rounding import RTOL, Noise, Rounding, TooRough
 from .same_random_numbers import Drawing, comparable
@@ -332,7 +332,10 @@ class _Check:
             _strictly(error)
             log.info("what differs could not be found", exc_info=True)
             where = None
-        where = where or Blame(reason)
+        if where is None:
+            where = Blame(reason)
+        elif where.segment is None and where.reason.startswith(APART):
+            where = dataclasses.replace(where, reason=f"{reason}; {where.reason}")
         return dataclasses.replace(checked, status="differs", **vars(where))
 
     def _words(self, difference: Difference) -> str:

@@ -37,6 +37,9 @@ class Outcome:
         roots: positions of the outputs that were differentiated.
         differentiable: positions of those that can be.
         gradients: by position of the input; None where autograd gives none.
+        of_outputs: gradients of outputs, by position, where autograd has one: an output of which others are
+            made has what comes from all of them.
+        read: positions of outputs that are computed when they are read, of which nothing else is made.
         buffers: inputs that the step has changed, by position; of those that no step changes as well, as far
             as PyTorch counts it.
         whole: gradients that were wanted as they are, by position of the input.
@@ -48,6 +51,8 @@ class Outcome:
     roots: list[int] = field(default_factory=list)
     differentiable: set[int] = field(default_factory=set)
     gradients: dict[int, Sketch | None] = field(default_factory=dict)
+    of_outputs: dict[int, Sketch | None] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
     buffers: dict[int, Tensor] = field(default_factory=dict)
     whole: dict[int, Tensor] = field(default_factory=dict)
     value: float = 0.0
@@ -100,7 +105,10 @@ def run(
                 found.outputs.append(None if position in skipped else result)
                 continue
             value = result.read() if hasattr(result, "read") else result
+            found.read |= {position} if value is not result else set()
             found.outputs.append(value.detach())
+            if value.grad_fn is not None:
+                _note_gradient(value, position, found)
             found.differentiable |= {position} if value.requires_grad else set()
             if value.requires_grad and position not in constant:
                 roots.append(get_gradient_edge(value))
@@ -123,6 +131,15 @@ def run(
         if not same:
             found.buffers[position] = after.detach()
     return found
+
+
+def _note_gradient(value: Tensor, position: int, found: Outcome) -> None:
+    """Have the gradient of an output noted when it comes."""
+
+    def note(gradient: Tensor | None) -> None:
+        found.of_outputs[position] = None if gradient is None else sketch(gradient, position)
+
+    value.register_hook(note)
 
 
 def _own(value: Any, fixed: bool) -> Any:
@@ -200,9 +217,9 @@ class Difference:
     """Of two steps.
 
     Attributes:
-        what: "output 0", or the place of an input.
+        what: "output 0", "input 0", or the gradient of one.
         position: of the output or of the input.
-        is_gradient: of an input.
+        is_gradient: it is a gradient.
         gap: norm of the difference; infinite where one side has no value or another shape.
         scale: norm of what it is compared with.
         words: what differs, where it is not the values.
@@ -216,9 +233,9 @@ class Difference:
     words: str = ""
 
     @property
-    def key(self) -> tuple[bool, int]:
+    def key(self) -> tuple[bool, str]:
         """Tells one comparison from another."""
-        return self.is_gradient, self.position
+        return self.is_gradient, self.what
 
     def relative(self, floor: float) -> float:
         """The gap, relative to the norm; that of a gradient counts as no less than `floor`."""
@@ -240,16 +257,12 @@ def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
             yield Difference(f"output {position}", position, False, math.inf, 0.0, words)
         yield _of_values(f"output {position}", position, a, b)
     for position, sketched in expected.gradients.items():
-        other = found.gradients.get(position)
-        name = f"gradient of input {position}"
-        if sketched is None or other is None:
-            if sketched is not other:
-                words = "None in eager" if sketched is None else "None when streamed"
-                yield Difference(name, position, True, math.inf, 0.0, words)
-        elif sketched.sparse != other.sparse:
-            yield Difference(name, position, True, math.inf, 0.0, "sparse in one and dense in the other")
-        else:
-            yield Difference(name, position, True, sketched.distance(other), sketched.norm)
+        yield _of_gradients(f"input {position}", position, sketched, found.gradients.get(position))
+    for position in sorted(
+        (expected.of_outputs.keys() | found.of_outputs.keys()) - expected.read - found.read
+    ):
+        one, other = (side.of_outputs.get(position) for side in (expected, found))
+        yield _of_gradients(f"output {position}", position, one, other)
     for position in found.held - expected.held:
         words = "its memory is held by somebody after the step"
         yield Difference(f"gradient of input {position}", position, True, math.inf, 0.0, words)
@@ -260,6 +273,19 @@ def differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
             yield Difference(f"input {position}", position, False, math.inf, 0.0, words)
         else:
             yield _of_values(f"input {position}", position, a, b)
+
+
+def _of_gradients(of: str, position: int, expected: Sketch | None, found: Sketch | None) -> Difference:
+    what, words = f"gradient of {of}", ""
+    if expected is None and found is None:
+        return Difference(what, position, True, 0.0, 0.0)
+    if expected is None or found is None:
+        words = "None in eager" if expected is None else "None when streamed"
+    elif expected.sparse != found.sparse:
+        words = "sparse in one and dense in the other"
+    else:
+        return Difference(what, position, True, expected.distance(found), expected.norm)
+    return Difference(what, position, True, math.inf, 0.0, words)
 
 
 def _kind(value: Any) -> str:

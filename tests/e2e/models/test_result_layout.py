@@ -13,6 +13,7 @@ from e2e_models import sample
 from torch import Tensor, nn
 
 import streambp_fx
+from streambp_fx.runtime.result_layout import ResultLayout
 
 IDS = torch.arange(2 * 33).reshape(2, 33) * 7 % 50
 
@@ -221,6 +222,23 @@ def test_a_view_that_is_taken_without_gradients_has_none() -> None:
             (logits.pow(2).sum() + view.pow(3).sum()).backward()
     for p, q in zip(eager.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_self_check_takes_the_gradients_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters all are right here; that of a result, from which the model goes on, is not."""
+    monkeypatch.setattr(ResultLayout, "lay_out", lambda self, instruction, frame: None)
+
+    class Both(Model):
+        def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            hidden = self.embed(input_ids).transpose(0, 1)
+            return self.head(hidden.tanh()).square().mean(), hidden
+
+    model = Both(lambda y: y)
+    with pytest.warns(streambp_fx.StreamBPWarning, match="gradient of output 1 differs by"):
+        loss, hidden = streambp_fx.transform(model, chunk=8, logits="keep")(IDS)
+    (got,) = torch.autograd.grad(loss, hidden)
+    loss, hidden = model(IDS)
+    torch.testing.assert_close(got, torch.autograd.grad(loss, hidden)[0])
 
 
 class WithLoss(Model):
