@@ -120,6 +120,7 @@ def test_places_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found is not None and found.place is None
 
 
+@pytest.mark.slow
 def test_said_in_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     found = streambp_fx.plan(tmp_path, 40, chunk=16, gpu="L40S", offload="host")

@@ -57,6 +57,7 @@ def step_on(machine: bool) -> tuple[str, float]:
     return schedule.check.status, schedule.check.difference
 
 
+@pytest.mark.slow
 def test_products_that_are_rougher_where_they_have_few_rows() -> None:
     """Twenty times what noise makes, and no more than what such products make."""
     with warnings.catch_warnings():

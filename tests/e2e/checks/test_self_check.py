@@ -692,6 +692,7 @@ def test_rows_that_see_nothing_make_a_kind_of_their_own() -> None:
     assert "checked as well: steps with masks in use, rows that see nothing: agrees" in texts[1]
 
 
+@pytest.mark.slow
 def test_what_dropout_draws_is_not_judged_where_nothing_can_be_told() -> None:
     """In half precision, and where the gradient is not meant to be that of the loss."""
     for what, dtype, words in (

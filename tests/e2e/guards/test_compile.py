@@ -114,6 +114,7 @@ def test_batch_sizes(analysed: list[Any]) -> None:
 ACCEPTED = [(True, "default"), (False, "default"), (None, "reduce-overhead")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dynamic", "mode"), sample(ACCEPTED, ACCEPTED[-1]))
 def test_dynamic_and_mode_are_accepted(dynamic: bool | None, mode: str) -> None:
     eager = build("llama")

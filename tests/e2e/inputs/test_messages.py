@@ -347,6 +347,7 @@ def test_a_misspelt_argument_leaves_nothing_behind(door: Callable[[Any], Any]) -
     assert len(streambp_fx.schedule(model).segments) == 4
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_stored_is_said_once() -> None:
     """`torch.compile` returns what the model returns, and transformers make a cache by default."""
     model = build("llama")

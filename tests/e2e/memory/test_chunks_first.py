@@ -160,6 +160,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert errors["chunks"] < 1.2 * errors["layers"], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lora"),
     sample(list(itertools.product(["llama", "mistral", "mamba2"], [False, True])), ("mistral", False)),

@@ -88,6 +88,7 @@ def test_rounding_a_wide_sum_is_counted(tied: bool) -> None:
     assert peak.total == pytest.approx(live(model, plain(1, 64)), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", sample([False, True], True))
 def test_predicted_peak_of_the_unstreamed_step(checkpointing: bool) -> None:
     model, chunk = _model("llama")

@@ -144,6 +144,7 @@ def test_with_other_policies(options: dict[str, Any]) -> None:
         assert bool(programs_of(streambp_fx.schedule(streamed), "backward")) == ("save" in options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_they_stay_where_the_backward_runs_twice(family: str) -> None:

@@ -245,6 +245,7 @@ def test_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedule.cost.timeline(schedule.cost.sizes(1000))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cuda_ops")
 def test_reads_that_are_differentiated_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a kernel that takes masks and that autograd knows: never by PyTorch's own choice.

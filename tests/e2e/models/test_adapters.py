@@ -72,6 +72,7 @@ def test_low_rank_adapter() -> None:
     check_adapter(lambda: marked(adapted()))
 
 
+@pytest.mark.slow
 def test_an_adapter_without_a_task() -> None:
     """Its forward takes `*args, **kwargs` and hands them on."""
     check_adapter(lambda: adapted(task_type=None))
@@ -165,6 +166,7 @@ def test_names_are_kept() -> None:
     assert list(streambp_fx.transform(model, chunk=16).state_dict()) == before
 
 
+@pytest.mark.slow
 def test_after_the_adapter_was_merged_away() -> None:
     """The model below goes on streaming, loss head and all, and its status says so."""
     model = streambp_fx.transform(adapted(), chunk=16)

@@ -146,6 +146,7 @@ def test_other_families(family: str) -> None:
 MASKED = ["qwen2_sliding", "falcon_alibi", "qwen3_tied", "olmo3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(MASKED, "falcon_alibi"))
 def test_other_families_masked(family: str) -> None:
     check_exact(functools.partial(build, family), masked())
