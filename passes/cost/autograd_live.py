@@ -10,7 +10,7 @@ step, and what is alive after each op is added up in symbols.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -43,6 +43,7 @@ class UnchunkedStep:
 
     Attributes:
         symbols: the symbol of the captured graph for each of its own.
+        recorded: bytes that are alive behind the forward, besides its values, once `live` was asked.
     """
 
     def __init__(self, facts: Facts, part: Subgraph, backward: bool = True) -> None:
@@ -53,6 +54,8 @@ class UnchunkedStep:
         self.outputs = [k for k, n in enumerate(part.outputs) if n in facts.needs_grad]
         self.backward = backward and bool(self.wanted) and bool(self.outputs)
         cotangents = [part.outputs[k] for k in self.outputs] if self.backward else []
+        self.recorded: sympy.Expr = sympy.S.Zero
+        self._behind_forward: Callable[[list[Any]], None] | None = None
         self.flat = [environment.like(n.meta["val"]) for n in (*part.inputs, *cotangents)]
 
     def traced(self) -> tuple[GraphModule, int]:
@@ -63,8 +66,14 @@ class UnchunkedStep:
     def live(self) -> list[sympy.Expr]:
         """Bytes over the inputs that are alive after each op, see NOTE [what autograd holds]."""
         with self.mode, enable_python_dispatcher(), torch.enable_grad(), _Meter(self.flat) as meter:
+            self._behind_forward = lambda values: self._note(meter, values)
             self._run(*self.flat)
+        self._behind_forward = None
         return meter.totals
+
+    def _note(self, meter: _Meter, values: list[Any]) -> None:
+        own = {storage_of(v) for v in values if isinstance(v, Tensor)}
+        self.recorded = sympy.Add(*(size for key, size in meter.live.items() if key not in own))
 
     def _run(self, *flat: Any) -> list[Any]:
         given, cotangents = list(flat[: len(self.part.inputs)]), flat[len(self.part.inputs) :]
@@ -74,6 +83,8 @@ class UnchunkedStep:
         for k in self.wanted:
             given[k] = given[k].detach().requires_grad_()
         values = list(self.part.module(*given))
+        if self._behind_forward is not None:
+            self._behind_forward(values)
         pairs = zip((values[k] for k in self.outputs), cotangents, strict=True)
         roots = [(v, g) for v, g in pairs if v.requires_grad]
         if not roots:

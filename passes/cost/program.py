@@ -37,6 +37,7 @@ class ProgramCost:
         ops: how often each op is called.
         kept: bytes of inner values that the backward half of a joint program reads; None without one.
         saved: bytes of what it returns for another program to read, besides its values.
+        recorded: bytes that autograd keeps behind the forward, besides its values, where autograd runs it.
     """
 
     peaks: tuple[sympy.Expr, ...]
@@ -45,6 +46,7 @@ class ProgramCost:
     ops: Counter[str]
     kept: sympy.Expr | None = None
     saved: sympy.Expr = sympy.S.Zero
+    recorded: sympy.Expr = sympy.S.Zero
 
     @property
     def flops(self) -> sympy.Expr:
@@ -64,6 +66,7 @@ def program_cost(
     live: Iterable[sympy.Expr] | None = None,
     throughout: Node | None = None,
     saved: int = 0,
+    recorded: sympy.Expr = sympy.S.Zero,
 ) -> ProgramCost:
     """Cost of a program by liveness over its graph.
 
@@ -74,6 +77,7 @@ def program_cost(
         live: bytes that are alive after each op, where the graph does not say it because autograd runs it.
         throughout: a node whose memory the caller keeps from one call to the next.
         saved: how many of the last outputs are for another program to read.
+        recorded: bytes that autograd keeps behind the forward, besides its values.
     """
     graph = module.graph
     memory = Memory(graph, sizes, throughout)
@@ -85,6 +89,7 @@ def program_cost(
         ops=Counter(op_name(n) for n in graph.nodes if n.op == "call_function" and tensors_of(n)),
         kept=None if returned is None else memory.kept_after(outputs[:returned]),
         saved=memory.bytes_of(outputs[len(outputs) - saved :]),
+        recorded=_rename(recorded, sizes),
     )
 
 

@@ -304,6 +304,7 @@ class Segment:
         removed: rows that slices took off the sequence before this segment.
         chained: True if some state is made of what another mixing op of the segment reads.
         chunked: False if the segment runs unchunked; `reason` says why and `refused` names the op.
+        is_behind: True for rows that were cut off a segment that runs unchunked, which is the one before.
     """
 
     index: int
@@ -323,6 +324,7 @@ class Segment:
     refused: Node | None = None
     removed: int = 0
     signature: str = ""
+    is_behind: bool = False
 
     def __repr__(self) -> str:
         return f"Segment({self.index}, {self.kind}, {len(self.nodes)} nodes)"

@@ -127,7 +127,8 @@ def groups(facts: Facts, policy: Policy) -> list[list[Segment]]:
     """
     found: list[list[Segment]] = []
     for segment in facts.segments:
-        if found and facts.trains(segment) and segment.mixings and _joins(facts, policy, found[-1], segment):
+        trains = found and facts.trains(segment)
+        if trains and (_joins if segment.mixings else _is_rest_of)(facts, policy, found[-1], segment):
             found[-1].append(segment)
         else:
             found.append([segment])
@@ -141,6 +142,15 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -
         return facts.trains(group[-1]) and layers < policy.every
     again = (not policy.saves(after) and not policy.offload_rows) or policy.every > 1
     return len(group) == 1 and again and looks_up(facts, group[0]) and _is_there_again(facts, group[0])
+
+
+def _is_rest_of(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -> bool:
+    """True for rows that were cut off the segment before: what lies between the two is made again.
+
+    Not where it lies elsewhere, and is not missed.
+    """
+    again = not policy.offload_rows and not policy.saves(after) and facts.trains(group[-1])
+    return after.is_behind and again and _is_there_again(facts, group[-1])
 
 
 def _is_there_again(facts: Facts, segment: Segment) -> bool:

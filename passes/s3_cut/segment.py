@@ -24,6 +24,7 @@ from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
 from .alive_bytes import alive_costs, lifetimes, own_costs, row_axis, row_bytes
 from .context_cuts import context_cuts
+from .rows_behind import rows_behind
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
 # levels of mixing then share a segment.
@@ -35,15 +36,34 @@ def segment(facts: Facts) -> Facts:
     order = _streamed(facts)
     cuts, epilogue_at = _cuts(facts, order)
     bounds = [0, *cuts, epilogue_at]
-    for start, stop in itertools.pairwise(bounds):
-        if stop > start:
-            facts.segments.append(Segment(len(facts.segments), order[start:stop]))
     facts.epilogue = order[epilogue_at:]
-    for piece in facts.segments:
-        connect(facts, piece)
-        _judge(facts, piece)
+    pieces = (order[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start)
+    for piece in itertools.chain.from_iterable(_parts(facts, order, nodes) for nodes in pieces):
+        piece.index = len(facts.segments)
+        facts.segments.append(piece)
     refuse_inner(facts)
     return facts
+
+
+def _parts(facts: Facts, order: list[Node], nodes: list[Node]) -> list[Segment]:
+    """A segment, or two if it runs unchunked and ends with rows: NOTE [rows behind an unchunked part]."""
+    piece = _judged(facts, nodes)
+    if piece.chunked or piece.refused is None:
+        return [piece]
+    stops = [k for k, n in enumerate(order) if _is_stop(facts, n)]
+    before = rows_behind(facts, order, piece, stops)
+    if before is None or not any(is_product(facts, n) for n in nodes[before:]):
+        return [piece]
+    first, rows = _judged(facts, nodes[:before]), _judged(facts, nodes[before:])
+    rows.is_behind = True
+    return [first, rows] if rows.chunked else [piece]
+
+
+def _judged(facts: Facts, nodes: list[Node]) -> Segment:
+    piece = Segment(0, nodes)
+    connect(facts, piece)
+    _judge(facts, piece)
+    return piece
 
 
 def _streamed(facts: Facts) -> list[Node]:

@@ -200,7 +200,8 @@ def _part(instruction: RunPart | Differentiate) -> str:
 
 def _run_part(instruction: RunPart, naming: Naming) -> str:
     read = naming.read(instruction.inputs)
-    return f"run {_part(instruction)}({read}){_made(instruction, naming)}{_kept_at(instruction)}"
+    recorded = ", recorded if it is run again" if instruction.recorded else ""
+    return f"run {_part(instruction)}({read}){_made(instruction, naming)}{_kept_at(instruction)}{recorded}"
 
 
 def _differentiate(instruction: Differentiate, naming: Naming) -> str:

@@ -5,6 +5,7 @@ The order is that of `STEP_PASSES`. Each keeps the step's results and gradients.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,11 +115,20 @@ def _group(
     parts: StepParts,
     rest: Sequence[StepInstruction],
 ) -> Group:
+    body = tuple(_recorded(body, group))
     later = {v for i in rest for v in i.inputs}
     results = tuple(v for i in body for v in i.results if v in later)
     # nobody reads the last outputs again, and what they were made of is kept
     again = body if parts.policy.saves(group[-1]) else body[:-1]
     return Group(body=body, again=again, inputs=read_from_outside(body), results=results)
+
+
+def _recorded(body: tuple[StepInstruction, ...], group: list[Segment]) -> Iterator[StepInstruction]:
+    """A part with rows behind it that run in chunks is recorded before their backward; its own follows."""
+    before_rows = {a.index for a, b in itertools.pairwise(group) if b.is_behind}
+    for instruction in body:
+        recorded = isinstance(instruction, RunPart) and instruction.segment in before_rows
+        yield replace(instruction, recorded=True) if recorded else instruction  # type: ignore[call-arg]
 
 
 def overwrite_rows_of_loss(program: StepProgram, parts: StepParts) -> StepProgram:

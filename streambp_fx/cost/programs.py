@@ -278,7 +278,8 @@ class ProgramCosts:
             step = UnchunkedStep(self.facts, part, backward)
             names = {k: TOKENS if s == self.facts.sequence else s for k, s in step.symbols.items()}
             module, values = step.traced()
-            self._programs[key] = program_cost(module, names, values, step.live())
+            live = step.live()
+            self._programs[key] = program_cost(module, names, values, live, recorded=step.recorded)
         return self._programs[key]
 
     def joint_cost(self, segment: Segment, backward: bool = True) -> ProgramCost:

@@ -143,7 +143,15 @@ class StepWalk(ProcedureWalk):
             for value in instruction.results:
                 size = self.cost.held_of(_node(value), self.sizes)
                 self.ledger.hold(value, self.cause_of_output(value), size)
-            yield self._unchunked_moment(instruction.segment, backward=False)
+            again = instruction.recorded and self.phase == "backward"
+            yield self._recorded(instruction) if again else self._unchunked_moment(instruction.segment, False)
+
+    def _recorded(self, instruction: RunPart) -> Moment:
+        """What autograd keeps of a part until it is differentiated, whose work is counted there."""
+        segment = self.facts.segments[instruction.segment]  # type: ignore[index]
+        recorded = self.cost.value(self.cost.unchunked_cost(segment).recorded, self.sizes)
+        self.ledger.hold(("recorded", segment.index), self.cause_of_programs(segment), recorded)
+        return Moment(self.phase, segment.index, None, "unchunked", self.ledger.bytes())
 
     def _differentiate(self, instruction: Differentiate) -> Iterator[Moment]:
         if instruction.segment is None:
@@ -151,6 +159,7 @@ class StepWalk(ProcedureWalk):
         for value in instruction.inputs:
             if value.kind is ValueKind.GRADIENT and value not in self.ledger.held:
                 self._hold_gradient(value)
+        self.ledger.drop(("recorded", instruction.segment))
         yield self._unchunked_moment(instruction.segment, backward=True)
         for value in instruction.results:
             self._hold_gradient(value)

@@ -193,7 +193,7 @@ def _run_part(instruction: RunPart, frame: StepFrame) -> None:
     alike = instruction.segment is None
     given = [frame.read_whole(n) if alike else frame.collected.get(n, frame.value(n)) for n in part.inputs]
     given = frame.behind(instruction, given)
-    if alike or frame.reads_once(instruction):
+    if alike or frame.reads_once(instruction) or instruction.recorded:  # the checkpoint of a group drops it
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):

@@ -25,6 +25,8 @@ def check_run_part(state: State, instruction: RunPart) -> None:
         raise Fault(f"{instruction.name!r} is no part to be run here")
     if (segment is not None) is not (instruction.name == SEGMENT):
         raise Fault("it says that it runs a segment, or does not, and the other is so")
+    if instruction.recorded and state.within is None:
+        raise Fault("it is recorded, and no group runs it again")
     if segment is not None:
         _is_of_segment(part, state.segment(segment))
         if state.part == "forward":

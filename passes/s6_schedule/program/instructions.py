@@ -44,12 +44,14 @@ class RunPart(StepInstruction):
         name: "whole values" (no gradient), "segment" or "epilogue".
         segment: index of the segment that runs unchunked.
         place: where what its backward reads lies meanwhile.
+        recorded: within a group: where it is run again autograd records it, and its backward runs nothing.
     """
 
     part: Subgraph
     name: str
     segment: int | None = None
     place: str = DEVICE
+    recorded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
