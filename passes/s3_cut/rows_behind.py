@@ -10,31 +10,50 @@ checkpointing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from torch.fx import Node
 
-from ..graph.facts import Facts, Segment
+from ..graph.facts import Facts
 from .alive_bytes import alive_costs, lifetimes
 
 # What lies at the cut may have so many times the bytes of what lies at the borders of the segment.
 WIDER = 2.0
 
 
-def rows_behind(facts: Facts, order: Sequence[Node], piece: Segment, stops: Sequence[int]) -> int | None:
-    """How many nodes of a segment that runs unchunked come before its rows; None if it is not cut.
+class RowsBehind:
+    """Finds where the rows at the end of a segment begin.
 
     Args:
-        order: all streamed nodes, in graph order; those of the segment lie side by side among them.
-        stops: positions in `order` of the nodes that may be no part of rows.
+        facts: of the graph.
+        order: all streamed nodes, in graph order.
+        is_stop: True for a node that may be no part of them.
     """
-    start = order.index(piece.nodes[0])
-    end = start + len(piece.nodes)
-    inside = [k for k in stops if start <= k < end]
-    if not inside:
-        return None
-    costs = alive_costs(list(lifetimes(facts, list(order))), len(order))
-    least = min(costs[inside[-1] + 1 : end], default=float("inf"))
-    if not least <= WIDER * max(costs[start], costs[end] if end < len(costs) else 0.0):
-        return None
-    return next(k for k in range(inside[-1] + 1, end) if costs[k] == least) - start
+
+    def __init__(self, facts: Facts, order: list[Node], is_stop: Callable[[Node], bool]) -> None:
+        self.facts, self.order, self.is_stop = facts, order, is_stop
+
+    @cached_property
+    def _places(self) -> dict[Node, int]:
+        return {n: k for k, n in enumerate(self.order)}
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        return alive_costs(lifetimes(self.facts, self.order), len(self.order))
+
+    def begin(self, nodes: Sequence[Node]) -> int | None:
+        """How many nodes come before the rows; None if the segment is not cut.
+
+        Args:
+            nodes: of a segment that runs unchunked; they lie side by side in the order.
+        """
+        stops = [k for k, n in enumerate(nodes) if self.is_stop(n)]
+        if not stops:
+            return None
+        start = self._places[nodes[0]]
+        costs = self._costs[start : start + len(nodes) + 1]
+        places = [k for k in range(stops[-1] + 1, len(nodes)) if math.isfinite(costs[k])]
+        cut = min(places, key=costs.__getitem__, default=None)  # the first of those with the fewest bytes
+        return None if cut is None or costs[cut] > WIDER * max(costs[0], costs[-1]) else cut

@@ -24,7 +24,7 @@ from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
 from .alive_bytes import alive_costs, lifetimes, own_costs, row_axis, row_bytes
 from .context_cuts import context_cuts
-from .rows_behind import rows_behind
+from .rows_behind import RowsBehind
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
 # levels of mixing then share a segment.
@@ -38,20 +38,20 @@ def segment(facts: Facts) -> Facts:
     bounds = [0, *cuts, epilogue_at]
     facts.epilogue = order[epilogue_at:]
     pieces = (order[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start)
-    for piece in itertools.chain.from_iterable(_parts(facts, order, nodes) for nodes in pieces):
+    behind = RowsBehind(facts, order, lambda n: _is_stop(facts, n))
+    for piece in itertools.chain.from_iterable(_parts(facts, behind, nodes) for nodes in pieces):
         piece.index = len(facts.segments)
         facts.segments.append(piece)
     refuse_inner(facts)
     return facts
 
 
-def _parts(facts: Facts, order: list[Node], nodes: list[Node]) -> list[Segment]:
+def _parts(facts: Facts, behind: RowsBehind, nodes: list[Node]) -> list[Segment]:
     """A segment, or two if it runs unchunked and ends with rows: NOTE [rows behind an unchunked part]."""
     piece = _judged(facts, nodes)
     if piece.chunked or piece.refused is None:
         return [piece]
-    stops = [k for k, n in enumerate(order) if _is_stop(facts, n)]
-    before = rows_behind(facts, order, piece, stops)
+    before = behind.begin(nodes)
     if before is None or not any(is_product(facts, n) for n in nodes[before:]):
         return [piece]
     first, rows = _judged(facts, nodes[:before]), _judged(facts, nodes[before:])

@@ -193,11 +193,12 @@ def _run_part(instruction: RunPart, frame: StepFrame) -> None:
     alike = instruction.segment is None
     given = [frame.read_whole(n) if alike else frame.collected.get(n, frame.value(n)) for n in part.inputs]
     given = frame.behind(instruction, given)
-    if alike or frame.reads_once(instruction) or instruction.recorded:  # the checkpoint of a group drops it
+    if alike or frame.reads_once(instruction) or instruction.recorded:  # what a group records it drops
         found = part.module(*given)
     else:
         with _kept_in(frame.store, instruction.place):
             found = UnchunkedSegment.apply(part, frame.step.owned, *given)
+    if not alike:
         lies = map(frame.lies, part.outputs)
         found = tuple(v if how is None else Own.apply(how, v) for v, how in zip(found, lies, strict=True))
     frame.collected.clear()

@@ -53,10 +53,11 @@ def check_group(state: State, instruction: Group) -> None:
     if not working or None in segments:
         raise Fault("there is something in it that is no segment")
     are(instruction.inputs, read_from_outside(working), "reads")
-    if instruction.again != tuple(i for i in working if i in instruction.again):
+    again = _working(instruction.again)
+    if again != tuple(i for i in working if i in again):
         raise Fault("what is run again is not what was run")
-    skipped = {v for i in working if i not in instruction.again for v in i.results}
-    for value in (v for i in instruction.again for v in i.inputs if v in skipped):
+    skipped = {v for i in working if i not in again for v in i.results}
+    for value in (v for i in again for v in i.inputs if v in skipped):
         raise Fault(f"{value.name} is read by what is run again, and is not made again")
     last = state.segment(segments[-1]).index
     state.grouped.groups[last] = instruction

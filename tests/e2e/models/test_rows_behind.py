@@ -188,3 +188,13 @@ def test_the_peak_is_predicted_and_is_not_that_of_the_feed_forward_part() -> Non
     predicted = cost.peak(cost.sizes(rows, 8)).total
     assert peak == pytest.approx(predicted, rel=0.03)
     assert peak < rows * feed_forward * 4, "one activation of a feed-forward part"
+
+
+@pytest.mark.filterwarnings("ignore:.*run unchunked")
+def test_a_weight_that_is_changed_before_the_backward_is_an_error() -> None:
+    model = Model()
+    loss = streamed(model)(**batch(33))
+    with torch.no_grad():
+        model.layers[1].own.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
