@@ -64,6 +64,8 @@ class StepWalk(ProcedureWalk):
         self.whole = set(cost.executor.parts.whole.outputs)
         self.leaves = {v.node for v in program.gradients}  # values of the caller's that have a gradient
         self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
+        inputs = (n for n in self.facts.nodes if n.op in ("placeholder", "get_attr") and tensors_of(n))
+        self.of_caller = {_storage(n) for n in inputs}
         sums = (i for i in flat(program.backward) if isinstance(i, ReduceGradients) and i.group is not None)
         self.in_groups = {v.node for i in sums for v in i.inputs}  # whose gradients a group sums
         self.gathers = _followed(program)
@@ -307,9 +309,11 @@ class StepWalk(ProcedureWalk):
         return Moment(self.phase, 0, None, collective.kind.value, held, collective=collective)
 
     def _hold_whole(self, value: Value) -> None:
-        """Whole values may share memory."""
+        """Whole values may share memory, also with an input, which is the caller's."""
         storage = _storage(_node(value))
         self.alive.setdefault(storage, set()).add(_node(value))
+        if storage in self.of_caller:
+            return
         self.ledger.hold(("whole", storage), DATA, self.cost.bytes_of(_node(value), self.sizes))
 
     def _drop_whole(self, value: Value) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import streambp_fx
 from streambp_fx.cost import eager_step
-from streambp_fx.cost.held_bytes import BATCH, CHUNK, LOSS_CHUNK, TOKENS
+from streambp_fx.cost.held_bytes import BATCH, CHUNK, DATA, LOSS_CHUNK, TOKENS
 from streambp_fx.cost.step import StepCost
 from streambp_fx.options import CHUNK_SIZES, chunk_sizes
 from streambp_fx.passes.s3_cut.segment import samples as samples_of
@@ -108,6 +108,30 @@ def test_the_batch_size_is_a_symbol_and_the_peak_is_linear_in_the_length() -> No
     terms = expression.args if isinstance(expression, sympy.Max) else (expression,)
     assert all(sympy.degree(t, TOKENS) == 1 for t in terms), "no term in T x T, none in T x vocabulary"
     assert all(t.expand().coeff(BATCH * TOKENS) < 4 * WIDE["vocab_size"] for t in terms), terms
+
+
+class _Scaled(nn.Module):
+    """A model that reads a large buffer through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("llama", **WIDE).float()
+        self.register_buffer("table", torch.linspace(-0.01, 0.01, 64 * 4096))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        embedded = self.inner.model.embed_tokens(input_ids)
+        added = embedded @ self.table.view(64, 4096) @ self.table.view(4096, 64)
+        return self.inner(inputs_embeds=embedded + added, labels=labels)
+
+
+def test_views_of_buffers_are_the_caller_s() -> None:
+    model = _Scaled()
+    streambp_fx.transform(model, chunk=16)
+    model(**plain(1, 41)).loss.backward()
+    found = streambp_fx.schedule(model)
+    assert found is not None and len(found.cost.executor.parts.whole.outputs) > 2
+    held = [m.bytes.get(DATA, 0) for m in found.cost.timeline(found.cost.sizes(41))]
+    assert max(held) < model.table.nbytes
 
 
 @pytest.mark.parametrize("family", sample(["llama", "gemma2"]))
