@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from ..passes.cost.autograd_live import UnchunkedStep
 from ..passes.cost.program import ProgramCost, op_name, program_cost, tensor_bytes
+from ..passes.cost.storages import storage_of
 from ..passes.cost.work import Work
 from ..passes.graph.facts import Facts, Mask, Reach, Segment, shape_of, sum_dtype, tensors_of
 from ..passes.graph.subgraph import Subgraph
@@ -299,6 +300,12 @@ class ProgramCosts:
             names = {k: at_once.get(name, name) for k, name in names.items()}
             self._programs[key] = program_cost(traced.module, names, traced.values if backward else None)
         return self._programs[key]
+
+    @cached_property
+    def of_caller(self) -> frozenset[int]:
+        """Storages that inputs of the graph lie in: what shares one is no memory of the step."""
+        inputs = (n for n in self.facts.nodes if n.op in ("placeholder", "get_attr") and tensors_of(n))
+        return frozenset(storage_of(tensors_of(n)[0]) for n in inputs)
 
     @cached_property
     def by_rows(self) -> frozenset[Node]:

@@ -64,8 +64,6 @@ class StepWalk(ProcedureWalk):
         self.whole = set(cost.executor.parts.whole.outputs)
         self.leaves = {v.node for v in program.gradients}  # values of the caller's that have a gradient
         self.alive: dict[int, set[Node]] = {}  # by storage: whole values that lie in it
-        inputs = (n for n in self.facts.nodes if n.op in ("placeholder", "get_attr") and tensors_of(n))
-        self.of_caller = {_storage(n) for n in inputs}
         sums = (i for i in flat(program.backward) if isinstance(i, ReduceGradients) and i.group is not None)
         self.in_groups = {v.node for i in sums for v in i.inputs}  # whose gradients a group sums
         self.gathers = _followed(program)
@@ -312,7 +310,7 @@ class StepWalk(ProcedureWalk):
         """Whole values may share memory, also with an input, which is the caller's."""
         storage = _storage(_node(value))
         self.alive.setdefault(storage, set()).add(_node(value))
-        if storage in self.of_caller:
+        if storage in self.cost.of_caller:
             return
         self.ledger.hold(("whole", storage), DATA, self.cost.bytes_of(_node(value), self.sizes))
 
