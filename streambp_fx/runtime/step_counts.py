@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -11,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..versions.differences import fsdp_groups
 from .live_objects import Registry
 
 # Different reasons that are kept; a message with a number in it would be another one in every step.
@@ -150,8 +152,17 @@ def counts_of(module: torch.nn.Module) -> list[StepCounts]:
 
 def those_of(module: torch.nn.Module, graphs: Iterable[G]) -> list[G]:
     """Of compiled graphs (that have `parameters`, weakly) those that read a parameter of `module`."""
-    own = {id(p) for p in module.parameters()}
+    own = {id(p) for p in (*module.parameters(), *_in_full_size(module))}
     return [g for g in graphs if any(r() is not None and id(r()) in own for r in g.parameters)]
+
+
+def _in_full_size(module: torch.nn.Module) -> list[torch.Tensor]:
+    """What a graph reads where FSDP2 stores pieces of parameters: modules have it within a forward alone."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    states = (m._get_fsdp_state() for m in module.modules() if hasattr(m, "_get_fsdp_state"))
+    params = (p for s in states for g in fsdp_groups(s) for p in g.fsdp_params)
+    return [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
 
 
 def parameters_of(inputs: Sequence[Any]) -> list[weakref.ref[torch.nn.Parameter]]:

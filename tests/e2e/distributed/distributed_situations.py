@@ -248,6 +248,21 @@ def no_model_is_kept(rank: int) -> None:
     assert alive() is None
 
 
+def compiled(rank: int) -> None:
+    """With `torch.compile` each layer is streamed by itself, and `status` and `schedule` find the layers."""
+    model = sharded(streamed=False)
+    wrapped = torch.compile(model, backend="streambp", options={"chunk": 8})
+    with pytest.warns(streambp_fx.StreamBPWarning):
+        computed = step(wrapped, rank)
+    found = streambp_fx.status(model)
+    assert found.door == "torch.compile" and found.streamed_steps >= len(model.model.layers)
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None and all(s.chunked for s in schedule.segments)
+    # The norms compute in float32, and a gradient that is cut at a layer is rounded there.
+    for one, other in zip(computed, step(sharded(streamed=False), rank), strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
+
+
 SITUATIONS = (
     one_rank_streams,
     ranks_with_other_options,
@@ -262,6 +277,7 @@ SITUATIONS = (
     full_parameters,
     mixed_precision,
     no_model_is_kept,
+    compiled,
 )
 
 
