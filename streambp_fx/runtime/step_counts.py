@@ -160,7 +160,9 @@ def _in_full_size(module: torch.nn.Module) -> list[torch.Tensor]:
     """What a graph reads where FSDP2 stores pieces of parameters: modules have it within a forward alone."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
-    states = (m._get_fsdp_state() for m in module.modules() if hasattr(m, "_get_fsdp_state"))
+    from torch.distributed.fsdp import FSDPModule
+
+    states = (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))
     params = (p for s in states for g in fsdp_groups(s) for p in g.fsdp_params)
     return [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
 
