@@ -150,7 +150,8 @@ def _is_rest_of(facts: Facts, policy: Policy, group: list[Segment], after: Segme
     Not where it lies elsewhere, and is not missed.
     """
     again = not policy.offload_rows and not policy.saves(after) and facts.trains(group[-1])
-    return after.is_behind and again and _is_there_again(facts, group[-1])
+    gathered = _gathered(facts, group[-1])
+    return after.is_behind and again and (not gathered or gathered == _gathered(facts, after))
 
 
 def _is_there_again(facts: Facts, segment: Segment) -> bool:
@@ -159,7 +160,13 @@ def _is_there_again(facts: Facts, segment: Segment) -> bool:
     Otherwise the order in which they are gathered would depend on what is saved, which each device may choose
     for itself.
     """
-    return not any(n in segment.constants for group in facts.parameter_groups for n in group)
+    return not _gathered(facts, segment)
+
+
+def _gathered(facts: Facts, segment: Segment) -> set[int]:
+    """Which groups of parameters are gathered for a segment."""
+    groups = enumerate(facts.parameter_groups)
+    return {k for k, group in groups if any(n in segment.constants for n in group)}
 
 
 def looks_up(facts: Facts, segment: Segment) -> bool:

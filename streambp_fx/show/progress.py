@@ -26,6 +26,8 @@ SECONDS_OF_MODULE = 0.055
 #: What comes after the graph was traced, as a share of the time until then.
 AFTER_TRACING = 0.2
 LEAST_SHARE = 0.05
+#: What is done next, in a user's words, once the pass of this name has run.
+NEXT = {"capture": "finding out what each row reads", "signatures": "making the programs of a chunk"}
 _shown = threading.Lock()  # one line at a time; what is announced within is part of it
 _current: Work | None = None  # what is shown
 
@@ -55,7 +57,8 @@ class Work:
 
     def passed(self, name: str, result: Any, seconds: float) -> None:
         """A pass has run."""
-        self.now = f" ({name})"
+        if name in NEXT:
+            self.now = f" ({NEXT[name]})"
 
     def advanced(self, share: float) -> None:
         """That share of a graph is traced, most of the work; with a lower one another trace begins."""
@@ -79,7 +82,7 @@ class Work:
 
 @contextlib.contextmanager
 def announced(what: str, on_pipes: bool = False, expected: float | None = None) -> Iterator[None]:
-    """Within: a status line with the pass that ran last. Afterwards one line with the seconds it took.
+    """Within: a status line with what is done. Afterwards one line with the seconds it took.
 
     Args:
         what: what is being done, as "compiling the training step".

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import streambp_fx
+from streambp_fx.passes import PASSES
 from streambp_fx.show import progress
 from streambp_fx.show.progress import announced
 
@@ -88,9 +89,11 @@ def test_how_long_it_will_take() -> None:
     work.advanced(0.1)  # another trace has begun
     work.advanced(1.0)
     work.passed("capture", None, 1.0)
-    assert str(work) == "streambp-fx: planning, 10 of about 12 s (capture)"
+    assert str(work) == "streambp-fx: planning, 10 of about 12 s (finding out what each row reads)"
     work.start -= 5.0
-    assert str(work) == "streambp-fx: planning, 15 s so far (capture)"
+    work.passed("normalize", None, 1.0)  # of no interest to a user
+    assert str(work) == "streambp-fx: planning, 15 s so far (finding out what each row reads)"
+    assert progress.NEXT.keys() <= {p.name for p in PASSES}
 
 
 def test_work_within_other_work_says_how_long_that_will_take(

@@ -103,12 +103,32 @@ def _lora() -> nn.Module:
     return model
 
 
+class _Gate(nn.Module):
+    """An attention whose gates read all rows, which is no causal mixing: it runs unchunked."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.weight = attention, nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        made, weights = self.attention(hidden_states, **kwargs)
+        reading = torch.linalg.vector_norm(hidden_states, dim=1, keepdim=True)
+        return made * (1 + self.weight * reading.tanh()), weights
+
+
+def _unchunked_attention() -> nn.Module:
+    model = _llama()
+    model.model.layers[1].self_attn = _Gate(model.model.layers[1].self_attn)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": _llama,
     "tied": lambda: _llama(tie_word_embeddings=True),
     "window": _window,
     "experts": _experts,
     "lora": _lora,
+    "unchunked attention": _unchunked_attention,
 }
 
 
