@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.causal_convolution import CAUSAL_CONV1D, causal_conv1d, rows_before
-from ..graph.facts import Axis, Mask, Role, tensors_of
+from ..graph.facts import Axis, Facts, Layout, Mask, Role, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
 from ..graph.recurrence import RECURRENCE
 from ..rules.op_sets import EXPANDS, RESHAPES
@@ -153,11 +153,19 @@ def linear(run: Evaluation, node: Node, role: Role) -> Tensor:
 def cross_entropy(run: Evaluation, node: Node, role: Role) -> Tensor:
     """Targets lie beside the rows, classes or probabilities of them; weights of classes do not."""
     call = arguments(node)
-    logits, target = call["self"], call["target"]
-    beside = logits if tensors_of(target)[0].dtype.is_floating_point else node
-    axes = {"self": None, "target": run.facts.layouts[beside], "weight": (None,)}
+    axes = {"self": None, "target": layout_of_targets(run.facts, node), "weight": (None,)}
     values = {k: run.operand(v, role, axes[k]) if k in axes and v is not None else v for k, v in call.items()}
     return aten.cross_entropy_loss.default(**values)
+
+
+def layout_of_targets(facts: Facts, node: Node) -> Layout | None:
+    """Where the targets of a `cross_entropy_loss` have the rows of the logits, if they are data.
+
+    It may be another order than that of what they are made of: `labels.reshape(-1)` of shape (rows, batch).
+    """
+    call = arguments(node)
+    probabilities = tensors_of(call["target"])[0].dtype.is_floating_point
+    return facts.layouts[call["self"] if probabilities else node]
 
 
 @emit(aten.gather.default)

@@ -11,10 +11,12 @@ from torch.fx import Node
 
 from ..passes.graph.causal_convolution import CAUSAL_CONV1D
 from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, shape_of
+from ..passes.graph.op_arguments import arguments
 from ..passes.graph.recurrence import RECURRENCE
 from ..passes.graph.subgraph import made_of
 from ..passes.graph.symbols import evaluate_size
 from ..passes.rules.op_sets import ALIGNED
+from ..passes.s4_trace.chunk_ops import layout_of_targets
 from ..runtime.segments.owned_buffers import attribute
 from ..runtime.step_sizes import read_sizes, size_places
 from .poisoned_rows import Operand, Rows
@@ -137,6 +139,8 @@ class CapturedRun:
         if node.target in ALIGNED or (node.target is aten.baddbmm.default and node.args[0] is operand):
             result = self.facts.layouts[node] or ()
             layout = result[len(result) - self.values[operand].dim() :] if self.values[operand].dim() else ()
+        if node.target is aten.cross_entropy_loss.default and operand is arguments(node)["target"]:
+            layout = layout_of_targets(self.facts, node)
         return self._rows(operand, layout, Role.ROW)
 
     def _rows(self, node: Node, layout: Layout | None, role: Role) -> Rows | None:

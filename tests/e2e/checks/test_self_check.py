@@ -655,6 +655,32 @@ def test_an_op_that_checks_its_values_is_given_such_as_it_takes() -> None:
     assert found.ok and all(segment.chunked for segment in streambp_fx.schedule(model).segments)
 
 
+class OtherOrder(Model):
+    """Targets of shape (rows, batch), flattened beside logits of (batch, rows)."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).reshape(-1, VOCAB), labels.reshape(-1))
+
+
+def test_targets_in_another_order_than_the_rows() -> None:
+    """A chunk takes those beside its logits, and so does the trial of its rows."""
+    torch.manual_seed(3)
+    model = OtherOrder().double()
+    ids, labels = batch()
+    eager = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StreamBPWarning)
+        step = torch.compile(model, backend="streambp", options=OPTIONS)
+        step(ids, labels.t().contiguous()).backward()
+    eager(ids, labels.t().contiguous()).backward()
+    assert_close_grads(grads(model), grads(eager), 1e-9)
+    found = checked(model)
+    assert found.ok and all(segment.chunked for segment in streambp_fx.schedule(model).segments)
+
+
 @pytest.mark.parametrize("logits", sample(["keep", "drop"], "keep"))
 def test_logits_that_are_not_lazy(logits: str) -> None:
     """No gradient is asked of what is dropped."""
