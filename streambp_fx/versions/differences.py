@@ -49,6 +49,9 @@ DIFFERENCES = (
     Difference("symbolic_sizes", "torch", "2.13"),
     Difference("collective", "torch", "2.13"),
     Difference("GET_ATTRIBUTE", "torch", "2.14"),
+    Difference("called_function", "torch", "2.15"),
+    Difference("with_function", "torch", "2.15"),
+    Difference("called_object", "torch", "2.15"),
     Difference("checkpoint_layers", "transformers", "5.23"),
     Difference("recording_module", "transformers", "5.2"),
 )
@@ -59,6 +62,26 @@ DYNAMIC_DIMS = "_dynamo_propagated_dynamic_indices" if TORCH >= (2, 13) else "_d
 
 #: Method of Dynamo's variables that answers what an attribute is.
 GET_ATTRIBUTE = "tp_getattro_impl" if TORCH >= (2, 14) else "var_getattr"
+
+
+def called_function(called: Any) -> Any:
+    """What Dynamo knows of a function that is called, given that, or what it knows of a method.
+
+    Before 2.15 a method is a function to Dynamo; from then on it has one.
+    """
+    return getattr(called, "im_func", called)
+
+
+def with_function(called: Any, function: Any) -> Any:
+    """What Dynamo knows of a function or a method, with another function in its place."""
+    inner = called_function(called)
+    made = inner.clone(fn=function)
+    return made if inner is called else called.clone(im_func=made)
+
+
+def called_object(method: Any) -> Any:
+    """What Dynamo knows of the object whose method this is."""
+    return method.obj if called_function(method) is method else method.im_self
 
 
 @contextlib.contextmanager

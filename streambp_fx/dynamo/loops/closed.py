@@ -23,7 +23,7 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedVariable
 
-from ...versions.differences import GET_ATTRIBUTE
+from ...versions.differences import GET_ATTRIBUTE, called_object
 from ..this_backend import MARK
 from .record import current_record
 
@@ -152,7 +152,7 @@ def _within(value: VariableTracker, effects: SideEffects) -> Iterator[VariableTr
         if value.source is None:
             raise NotClosed(f"it reads an object that was made for this call ({type(value).__name__})")
     elif isinstance(value, kinds.UserMethodVariable):
-        yield value.obj
+        yield called_object(value)
     elif isinstance(value, BaseUserFunctionVariable):
         if value.source is None:
             raise NotClosed("it calls a function that was made for this call")

@@ -12,6 +12,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFunctionVariable
 
+from ...versions.differences import called_function, with_function
 from ..this_backend import MARK, is_ours
 from .analysis import OWN
 from .closed import NotClosed, Unchanged, watch_bodies
@@ -45,9 +46,9 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        other = _stand_ins.get(func.fn) if isinstance(func, UserFunctionVariable) else None
+        other = _stand_ins.get(func.fn) if _is_written(func) else None
         if other is not None and is_ours(parent.output.compiler_fn):
-            return original(parent, func.clone(fn=other), *args, **kwargs)
+            return original(parent, with_function(func, other), *args, **kwargs)
         if is_body(func) and (record := current_record()) is not None:
             return _in_body(parent, func, record, lambda: original(parent, func, *args, **kwargs))
         made = _with_scans(parent, func)
@@ -110,9 +111,14 @@ def _check(output: Any, refuse: Callable[..., Any]) -> bool:
     return bool(new)
 
 
+def _is_written(called: Any) -> bool:
+    """True for a function or a method that somebody has written, and that was not made in what is traced."""
+    return isinstance(called_function(called), UserFunctionVariable)
+
+
 def _with_scans(parent: Any, func: Any) -> Any:
     """What Dynamo knows of a function, with other code; None if nothing changes."""
-    if not isinstance(func, UserFunctionVariable) or type(func.fn) is not FunctionType:
+    if not _is_written(func) or type(func.fn) is not FunctionType:
         return None
     function = func.fn
     code, names = function.__code__, function.__globals__
@@ -130,4 +136,4 @@ def _with_scans(parent: Any, func: Any) -> Any:
     made = FunctionType(changed.code, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
-    return func.clone(fn=made)
+    return with_function(func, made)
