@@ -94,14 +94,20 @@ def captured(model: nn.Module, seq_len: int, batch_size: int, options: Mapping[s
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
     found: list[Captured] = []
-    try:
-        with _prepared(model, parsed, found), contextlib.suppress(_Explained):
-            model(input_ids=ids, labels=ids.clone())
-    except CaptureError as error:
+    refused: CaptureError | None = None
+    for labels in (ids.clone(), ids[:, 0].clone()):  # of each token; of each sequence, as classifiers have
+        try:
+            with _prepared(model, parsed, found), contextlib.suppress(_Explained):
+                model(input_ids=ids, labels=labels)
+            break
+        except CaptureError as error:
+            refused = refused or error
+    else:
+        assert refused is not None
         most = positions_of(model)
         if most is None or seq_len <= most:
-            raise
-        raise CaptureError(_too_long(model, seq_len)) from error
+            raise refused
+        raise CaptureError(_too_long(model, seq_len)) from refused
     if not found:
         raise CaptureError(f"the forward of {type(model).__name__} gave no graph to explain")
     schedule, nodes = found[-1]

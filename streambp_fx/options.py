@@ -127,6 +127,8 @@ class Options:
             raise ValueError(f"offload_rows must be True or False, not {self.offload_rows!r}")
         if self.offload_rows and (self.offload == "none" or self.mesh is not None):
             raise ValueError('offload_rows=True goes with offload="host" or "disk", and without a mesh')
+        if self.exchange != "auto" and self.mesh is None:
+            raise ValueError(f"exchange={self.exchange!r} says what several devices do: give a mesh as well")
         _names_to_dims("seq_dim", self.seq_dim)
         if self.mesh is not None:
             _check_mesh(self.mesh, self.body)

@@ -18,8 +18,8 @@ from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import Sizes, StepCost
 from .cost.transfers import Transfers, transfers
 from .errors import PlanError
-from .explain import captured, positions_of
-from .models.by_name import model_on_meta
+from .explain import captured, learned_positions, positions_of
+from .models.by_name import check_named, model_on_meta
 from .models.known import known_models as known_models
 from .options import Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
@@ -60,6 +60,7 @@ class Planner:
         rates: Rates | None = None,
     ) -> None:
         self.batch_size, self.engine, self.rates, self.model = batch_size, engine, rates, model
+        self.most_tokens = learned_positions(model) or LONGEST
         sample = min(SAMPLE_TOKENS, positions_of(model) or SAMPLE_TOKENS)
         options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": loss_chunk or "auto"}
         schedule, nodes = captured(model, sample, batch_size, options)
@@ -108,8 +109,12 @@ class Planner:
         return int(self._peak(seq_len, rows, loss_rows))
 
     def longest(self, budget: int, chunk: int) -> int:
-        """The longest sequence whose activations take at most `budget` bytes; 0 if none does."""
-        return _longest(lambda tokens: self.activation_peak(tokens, chunk), budget)
+        """The longest sequence whose activations take at most `budget` bytes; 0 if none does.
+
+        It has no more tokens than the model has positions, where those are learned.
+        """
+        found = _longest(lambda tokens: self.activation_peak(tokens, chunk), budget)
+        return min(found, self.most_tokens)
 
     def longest_unstreamed(self, budget: int, checkpointing: bool) -> int:
         """The longest sequence, in tokens, whose activations fit unstreamed; 0 if none does.
@@ -121,7 +126,7 @@ class Planner:
         expression = self.cost.for_batch(
             eager_step.peak_expression(self.cost, checkpointing), self.batch_size
         )
-        return _longest(sympy.lambdify((TOKENS,), expression, "math"), budget)
+        return min(_longest(sympy.lambdify((TOKENS,), expression, "math"), budget), self.most_tokens)
 
     def choose_chunk(self, budget: int | None, seq_len: int | None = None) -> int:
         """Rows of a chunk: the largest of `chunk_sizes` with which `seq_len` fits.
@@ -167,15 +172,18 @@ class Planner:
         """A plan for one length, or for the longest that fits; see `plan`.
 
         Raises:
-            PlanError: a size, a unit or the optimizer is not allowed, or not even one chunk fits.
+            PlanError: a size, a unit or the optimizer is not allowed, the model has no more positions, or not
+                even one chunk fits.
         """
         _check(seq_len, memory, optimizer)
+        if seq_len is not None and seq_len > self.most_tokens:
+            raise PlanError(f"{name} has {self.most_tokens:,} positions, which are learned: not {seq_len:,}")
         states = self.optimizer_bytes(OPTIMIZERS[optimizer])
         resident = self.weights + self.gradients + states
         budget = None if memory is None else parse_bytes(memory) - resident
         rows = chunk or self.choose_chunk(budget, seq_len)
         longest = None if budget is None else self.longest(budget, rows)
-        if longest is not None and longest < min(rows, seq_len or rows):
+        if longest is not None and longest < min(rows, seq_len or rows, self.most_tokens):
             raise PlanError(self._too_small(parse_bytes(memory or 0), resident, rows))
         tokens = seq_len if seq_len is not None else longest
         assert tokens is not None
@@ -333,6 +341,7 @@ def plan(
         least = 2 if name == "seq_len" else 1
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise PlanError(f"{name} must be an int of at least {least}, not {value!r}")
+    check_named(isinstance(model, nn.Module), dtype, lora_rank)
     try:
         options = Options(
             save=save, every=every, offload=offload, offload_rows=offload_rows, order=order, policy=policy

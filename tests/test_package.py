@@ -3,6 +3,7 @@
 import configparser
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,9 @@ def test_metadata(wheel):
     assert points["console_scripts"]["streambp-fx"] == "streambp_fx.cli:main"
     for line in ("Name: streambp-fx", "Requires-Python: >=3.10", "License-Expression: Apache-2.0"):
         assert line in metadata
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert len(links) > 10 and all(link.startswith(("https://", "#")) for link in links), links
+    assert "Description-Content-Type: text/markdown" in metadata
     for label in ("Homepage", "Documentation", "Source", "Issues", "Changelog"):
         assert f"Project-URL: {label}, https://" in metadata
     assert f"Version: {streambp_fx.__version__}\n" in metadata

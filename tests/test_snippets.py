@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -75,3 +78,57 @@ def test_as_printed(page: str, a_reader: None, capsys: pytest.CaptureFixture[str
     if page == "docs/guide.md":
         assert "agree" in said and names["loss"].isfinite()
         assert all(Path(file).exists() for file in ("schedule.html", "memory.png", "schedule.dot"))
+
+
+# ---- what is typed in a shell
+
+SHELL = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$|((?:^    .*\n|^\n)+)", re.M | re.S)
+PROGRAMS = ("streambp-fx", "make", "python", "torchrun")
+
+
+def typed() -> list[tuple[str, str]]:
+    """Pages, and commands in blocks of them, as they are typed: without comment and redirection."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for fenced, indented in SHELL.findall(page.read_text()):
+            for line in (fenced or indented).splitlines():
+                words = re.split(r"\s+[#>]\s", line.strip())[0]
+                if words.split(" ")[0] in PROGRAMS:
+                    found.append((str(page.relative_to(ROOT)), words))
+    return found
+
+
+def test_commands_can_be_typed() -> None:
+    """Each is a command that there is, with arguments that it takes."""
+    from streambp_fx.cli import build_parser
+
+    parser, makefile = build_parser(), (ROOT / "Makefile").read_text()
+    commands = typed()
+    for page, line in commands:
+        program, *given = shlex.split(line)
+        if program == "streambp-fx":
+            parser.parse_args(given)  # exits if it does not know them
+        elif program == "make":
+            assert re.search(rf"^{given[0]}:", makefile, re.M), (page, line)
+        elif given[:1] == ["-m"]:
+            assert importlib.util.find_spec(given[1]) is not None, (page, line)
+        else:
+            scripts = [g for g in given if g.endswith(".py") and "/" in g]
+            assert all((ROOT / s).is_file() for s in scripts), (page, line)
+    assert {p for _, line in commands for p in [line.split(" ")[0]]} == set(PROGRAMS)
+    assert sum(line.startswith("streambp-fx") for _, line in commands) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted({c for _, c in typed() if re.match("streambp-fx (plan|explain)", c)}))
+def test_plans_as_printed(
+    line: str, a_reader: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from streambp_fx.cli import main
+
+    shutil.copy(tmp_path / "path" / "to" / "model" / "config.json", tmp_path / "path" / "to")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(shlex.split(line)[1:]) == 0
+    said = capsys.readouterr().out
+    assert "tokens" in said or "wrote" in said

@@ -82,10 +82,12 @@ def run_explain(options: ExplainOptions, show: Callable[[str], Any] = print) -> 
     name = Path(options.model).name
     title = f"{name}, {options.dtype}, {options.batch_size} x {options.seq_len:,} tokens"
     if options.html is not None:
-        schedule.to_html(options.html, title)
+        with announced(f"writing {options.html}", on_pipes=True):
+            schedule.to_html(options.html, title)
         show(f"wrote {options.html}")
     if options.plot is not None:
-        schedule.plot_memory(options.plot, title)
+        with announced(f"writing {options.plot}", on_pipes=True):
+            schedule.plot_memory(options.plot, title)
         show(f"wrote {options.plot}")
     if options.code:
         show(schedule.code())

@@ -76,7 +76,7 @@ def _lines(plan: Plan) -> list[str]:
     if plan.positions is not None and longest > plan.positions:
         lines.append(
             f"The model's config has {plan.positions:,} positions (max_position_embeddings): it was not "
-            "trained beyond them, and cannot run there if they are learned."
+            "trained beyond them."
         )
     return lines
 

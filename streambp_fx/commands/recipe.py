@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -131,12 +133,13 @@ def run_recipe(options: RecipeOptions) -> None:
         return
     model = checked_model(options.model, recipe)
     data = checked_data(options.data, recipe)
-    train = recipe.train()
     settings = options.settings()
-    _check_settings(recipe, train, settings)
+    _check_settings(recipe, settings)
+    output = options.output or f"{recipe.name}-output"
+    _check_output(output)
+    train = recipe.train()
     for note in notes(recipe, train, settings, model):
         print(f"note: {note}", file=sys.stderr)
-    output = options.output or f"{recipe.name}-output"
     trainer = train(str(model), str(data), output, **settings)
     print(summary(trainer.state.log_history))
     print(f"written to {output}")
@@ -236,17 +239,42 @@ def _complaint(line: str, wanted: Sequence[tuple[str, ...]]) -> str | None:
         return f"is no JSON ({error})"
     if not isinstance(found, dict):
         return f"is no object, but of type {type(found).__name__}"
-    if any(set(found) >= set(fields) for fields in wanted):
-        return None
+    fields = next((fields for fields in wanted if set(found) >= set(fields)), None)
+    if fields is not None:
+        name = next((f for f in fields if not isinstance(found[f], _types(f))), None)
+        kinds = "" if name is None else " or ".join({str: "text", list: "list"}[t] for t in _types(name))
+        return None if name is None else f"has a {type(found[name]).__name__} as {name}, and not a {kinds}"
     return f"has the fields {', '.join(sorted(found)) or '(none)'}"
 
 
-def _check_settings(recipe: Recipe, train: Callable[..., Any], settings: dict[str, Any]) -> None:
-    known = inspect.signature(train).parameters
+def _types(field: str) -> tuple[type, ...]:
+    """What TRL reads: text, or a list of messages."""
+    return (list,) if field == "messages" else (str, list)
+
+
+def _check_output(folder: str) -> None:
+    """The folder can be written, as far as can be seen before anything is."""
+    path = Path(folder).expanduser().absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise RecipeError(f"--output {folder}: {there} is a file, not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise RecipeError(f"--output {folder}: {there} cannot be written ({error.strerror})") from error
+
+
+def _check_settings(recipe: Recipe, settings: dict[str, Any]) -> None:
+    """What the script's `train` takes, read from its text: what it imports takes ten seconds to load."""
+    body = ast.parse(recipe.text()).body
+    (train,) = (s for s in body if isinstance(s, ast.FunctionDef) and s.name == "train")
+    known = {a.arg for a in (*train.args.args, *train.args.kwonlyargs)}
     strange = [f"--{n.replace('_', '-')}" for n in settings if n not in known]
     if strange:
         raise RecipeError(f"{recipe.name} has no {', no '.join(strange)}")
-    sizes: dict[str, int] = getattr(sys.modules[train.__module__], "SEQ_LEN", {})
+    assigned = (s for s in body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == "SEQ_LEN")
+    sizes: dict[str, int] = next((ast.literal_eval(s.value) for s in assigned), {})
     if "gpu" in settings and settings["gpu"] not in sizes:
         raise RecipeError(f"--gpu {settings['gpu']}: {recipe.name} has settings for {', '.join(sizes)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,27 @@ from ..errors import PlanError
 from .sources import config_file
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check_named(is_built: bool, dtype: Any, lora_rank: Any) -> None:
+    """Check what is said of a model that is given by name.
+
+    Args:
+        is_built: it is given as a module instead.
+        dtype: the name of one of `DTYPES`.
+        lora_rank: of adapters, at least 1; None: there are none.
+
+    Raises:
+        PlanError: an argument is not allowed.
+    """
+    if dtype not in DTYPES:
+        raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if lora_rank is None:
+        return
+    if is_built:
+        raise PlanError("lora_rank is for a model that is given by name: give this one its adapters before")
+    if isinstance(lora_rank, bool) or not isinstance(lora_rank, int) or lora_rank < 1:
+        raise PlanError(f"lora_rank must be an int of at least 1, not {lora_rank!r}")
 
 
 def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | None = None) -> nn.Module:

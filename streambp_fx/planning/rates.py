@@ -6,6 +6,7 @@ The share of a link's rate is an assumption; for those of devices see `compute_r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import PlanError
 from ..passes.cost.work import Work
@@ -81,8 +82,10 @@ def rates(
     if gpu not in (*GPUS, HERE):
         names = f"{', '.join(GPUS)}, or {HERE}"
         raise PlanError(f"gpu must be one of {names}, not {gpu!r}: for another give flops")
-    if efficiency is not None and not 0 < efficiency <= 1:
+    if efficiency is not None and not (_is_number(efficiency) and 0 < efficiency <= 1):
         raise PlanError(f"efficiency must be over 0 and at most 1, not {efficiency!r}")
+    if flops is not None and not (_is_number(flops) and flops > 0):
+        raise PlanError(f"flops must be a positive number, not {flops!r}")
     if gpu == HERE:
         return _rates_here(dtype, interconnect, flops, efficiency)
     device = GPUS[gpu]
@@ -93,10 +96,12 @@ def rates(
         peak = device.half if dtype in HALF else device.float32
     if peak is None:
         raise PlanError(f"no rate of a {gpu} in {dtype} is known: give flops")
-    if peak <= 0:
-        raise PlanError(f"flops must be a positive number, not {flops!r}")
     compute = shares_of_peak(what, peak, device.memory, efficiency)
     return Rates(compute, *(() if interconnect is None else _link(interconnect, device)))
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
 def _rates_here(

@@ -283,6 +283,10 @@ def shown_by(notebook: Any) -> str:
         (["dpo", "--model", "TOY", "--data", "LATER"], "line 3 has the fields chosen, prompt; wanted"),
         (["sft-lora", "--model", "TOY", "--data", "MIXED"], "as in the lines before: {text}"),
         (["dpo", "--model", "TOY", "--data", "BLANK"], "the file has no line; wanted"),
+        (["dpo", "--model", "TOY", "--data", "SEVEN"], "line 1 has a int as chosen, and not a text or list"),
+        (["sft-lora", "--model", "TOY", "--data", "SAID"], "line 1 has a str as messages, and not a list"),
+        (["dpo", "--model", "TOY", "--data", "PAIRS", "--output", "TEXTS"], "TEXTS is a file, not a folder"),
+        (["dpo", "--model", "TOY", "--data", "PAIRS", "--output", "/proc/x"], "/proc cannot be written"),
         (["continued-pretraining", "--model", "TOY", "--data", "TEXTS", "--gpu", "24GB"], "has no --gpu"),
         (["sft-lora", "--model", "TOY", "--data", "TEXTS", "--gpu", "8GB"], "settings for 24GB, 48GB, 80GB"),
     ],
@@ -295,6 +299,8 @@ def test_bad_input(
     texts = {"TEXTS": '{"text": "w1 w2"}\n', "WORDS": "w1 w2\n", "NUMBER": "\n7\n", "BLANK": "\n\n"}
     texts["LATER"] = f'{pair}{pair}{{"prompt": "w1", "chosen": "w2"}}\n'
     texts["MIXED"] = '{"text": "w1"}\n{"prompt": "w1", "completion": "w2"}\n'
+    texts["SEVEN"], texts["PAIRS"] = '{"prompt": "w1", "chosen": 7, "rejected": "w3"}\n', pair
+    texts["SAID"] = '{"messages": "w1"}\n'
     places = {"TOY": str(toy), "EMPTY": str(tmp_path / "empty")}
     for name, text in texts.items():
         places[name] = str(tmp_path / name)

@@ -330,6 +330,9 @@ def test_on_the_command_line(
         ({"gpus": 8, "shard": "ddp", "gpu": "here"}, "give interconnect"),
         ({"gpus": 8, "shard": "ddp", "gpu": "here", "interconnect": "pcie"}, "give GB/s"),
         ({"gpu_memory": "8GiB", "memory": "8GiB"}, "give one of them"),
+        ({"flops": "fast"}, "a positive number, not 'fast'"),
+        ({"dtype": "int8"}, "dtype must be one of float32"),
+        ({"lora_rank": 4}, "given by name"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], words: str, model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from e2e_models import HIDDEN, build, plain, sample
 
 import streambp_fx
@@ -122,5 +123,19 @@ def test_more_tokens_than_learned_positions(family: str) -> None:
         streambp_fx.CaptureError, match=f"has {most} positions, and cannot be run on {most + 1}"
     ):
         streambp_fx.explain(model, most + 1)
+    with pytest.raises(streambp_fx.PlanError, match="positions, which are learned"):
+        streambp_fx.plan(model, most + 1)
+    found = streambp_fx.plan(model, memory="8GiB")
+    assert found.max_seq_len == found.seq_len == most, "memory would be there for more"
     rotary = build("llama")
     streambp_fx.explain(rotary, rotary.config.max_position_embeddings + 1)
+
+
+def test_a_classifier_of_sequences() -> None:
+    """One label a sequence, and not one a token."""
+    config = build("llama").config
+    config.pad_token_id = 0
+    model = transformers.LlamaForSequenceClassification(config)
+    schedule = streambp_fx.explain(model, 40, chunk=8)
+    assert sum(s.chunked for s in schedule.segments) >= config.num_hidden_layers
+    assert streambp_fx.plan(model, 4000).fits
