@@ -242,8 +242,10 @@ def _complaint(line: str, wanted: Sequence[tuple[str, ...]]) -> str | None:
     fields = next((fields for fields in wanted if set(found) >= set(fields)), None)
     if fields is not None:
         name = next((f for f in fields if not isinstance(found[f], _types(f))), None)
-        kinds = "" if name is None else " or ".join({str: "text", list: "list"}[t] for t in _types(name))
-        return None if name is None else f"has a {type(found[name]).__name__} as {name}, and not a {kinds}"
+        if name is None:
+            return None
+        wanted_types = " or ".join(t.__name__ for t in _types(name))
+        return f"has {name} of type {type(found[name]).__name__}, and not {wanted_types}"
     return f"has the fields {', '.join(sorted(found)) or '(none)'}"
 
 
