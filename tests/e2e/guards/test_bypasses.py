@@ -85,6 +85,41 @@ def test_a_graph_that_ends_within_a_loop() -> None:
     assert status(model).streamed
 
 
+class Nested(nn.Module):
+    """Functions that call each other, the last of which nobody can trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.middle(x)
+        return x.sum()
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.inner(x)
+        return x
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x * self.scale
+
+
+def test_a_line_is_said_once() -> None:
+    """It ends the functions that lead to it, too; that they run unstreamed as well is no news."""
+    call = torch.compile(Nested(), backend="streambp", options=OPTIONS)
+    with pytest.warns(StreamBPWarning) as told:
+        call(torch.ones(2, 33)).backward()
+    ended = [str(w.message) for w in told if "a graph of it ends" in str(w.message)]
+    assert len(ended) == 1 and ended[0].startswith("Nested.forward runs unstreamed"), ended
+    with pytest.warns(StreamBPWarning, match="Nested.forward runs unstreamed"):
+        torch._dynamo.reset()
+        torch.compile(Nested(), backend="streambp", options=OPTIONS)(torch.ones(2, 33)).backward()
+
+
 def test_where_it_may_not_end_there_is_an_error_and_no_warning() -> None:
     call = torch.compile(LoopedAnew(True), backend="streambp", options=OPTIONS, fullgraph=True)
     with pytest.raises(Exception, match="graph_break"), warnings.catch_warnings():
