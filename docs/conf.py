@@ -18,7 +18,7 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 html_show_copyright = False
 html_copy_source = False
-pygments_style = "friendly"
+pygments_style = "a11y-light"
 pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["dollarmath", "deflist"]

@@ -17,7 +17,7 @@ def check_amounts(seq_len: int | None, memory: str | int | None) -> None:
         PlanError: there is neither, or the memory is no amount.
     """
     if seq_len is None and memory is None:
-        raise PlanError("give a sequence length (--seq-len), an amount of memory (--memory), or both")
+        raise PlanError("give a sequence length (seq_len), an amount of memory (memory), or both")
     if memory is not None:
         try:
             parse_bytes(memory)

@@ -53,7 +53,7 @@ def _about(segment: ScheduledSegment) -> str:
         where = "" if segment.refused is None else f" (<code>{escape(place(segment.refused))}</code>)"
         return f"Runs whole, recomputed in the backward: {escape(segment.reason or '')}{where}."
     if segment.kind == "unchunked":
-        return "Runs whole: nothing of it is worth a chunk."
+        return "Runs whole: it computes next to nothing."
     kind = "with a carried state" if segment.mixings else "row by row"
     return f"Runs chunk by chunk, {kind}."
 
@@ -95,7 +95,7 @@ def unchunked_html(memory: StepMemory, groups: list[Group]) -> str:
 def _unchunked(memory: StepMemory, group: Group) -> str:
     segment = group.first
     op = segment.refused or (segment.nodes[0] if segment.nodes else None)
-    reason = segment.reason or "nothing of it is worth a chunk: it reads no streamed values, or is a slice"
+    reason = segment.reason or "it computes next to nothing, or nothing that has rows"
     line, full = ("", "") if op is None else (place(op), source_line(op))
     peak = max(_largest(memory, s) for s in group.segments)
     name = "" if op is None else str(op.target)
