@@ -138,6 +138,9 @@ def _when_refused(given: Arguments, model: nn.Module) -> Iterator[str]:
         value = given.get(name)
         if value is not None and not isinstance(value, Tensor):
             yield f"{name} is of type {type(value).__name__}; expected a tensor, {EXPECTED[name]}"
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            yield f"{_seen(name, value)}; expected a dense tensor, {EXPECTED[name]}"
+            return
     if isinstance(tokens, Tensor) and tokens.dim() >= 2:
         yield from _shapes_when_refused(given, tokens)
     for name in ("num_items_in_batch", "logits_to_keep"):
@@ -163,11 +166,19 @@ def _shapes_when_refused(given: Arguments, tokens: Tensor) -> Iterator[str]:
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if isinstance(positions, Tensor) and tuple(positions.shape) not in ((1, length), (batch, length)):
         yield f"{_seen('position_ids', positions)}; expected (batch, tokens) = ({batch}, {length})"
-    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-2:] != (length, length):
+    if isinstance(positions, Tensor) and positions.dtype not in INTEGERS:
+        yield f"{_seen('position_ids', positions)}; expected positions, int64"
+    if isinstance(mask, Tensor) and mask.dim() == 4 and not _is_mask_of(mask, batch, length):
         yield (
-            f"{_seen('attention_mask', mask)}; expected a row and a column for each token, "
-            f"({batch}, 1, {length}, {length})"
+            f"{_seen('attention_mask', mask)}; expected a row and a column for each token, 1 or all heads, "
+            f"({batch}, 1, {length}, {length}), bool or of the dtype of the weights"
         )
+
+
+def _is_mask_of(mask: Tensor, batch: int, length: int) -> bool:
+    """True if it has the shape of a mask, one for all heads, and its dtype."""
+    known = mask.dtype is torch.bool or mask.is_floating_point()
+    return known and mask.shape[2:] == (length, length) and mask.shape[0] in (1, batch) and mask.shape[1] == 1
 
 
 def _of_the_table(given: Arguments, weight: Tensor) -> Iterator[str]:
@@ -202,7 +213,8 @@ def _is_causal_lm(name: str) -> bool:
 
 
 def _seen(name: str, value: Tensor) -> str:
-    return f"{name} is {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    kind = "" if value.layout is torch.strided else f" ({str(value.layout).removeprefix('torch.')})"
+    return f"{name} is {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{kind}"
 
 
 @contextlib.contextmanager

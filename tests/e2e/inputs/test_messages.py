@@ -97,6 +97,14 @@ REFUSED_LATER = {
         batch(attention_mask=MASK),
         "attention_mask is bool (2, 1, 24, 9); expected a row and a column",
     ),
+    "a mask of other heads": Bad(
+        batch(attention_mask=torch.zeros(2, 3, 24, 24)),
+        "attention_mask is float32 (2, 3, 24, 24); expected a row and a column for each token, 1 or all heads",
+    ),
+    "a mask of numbers": Bad(
+        batch(attention_mask=torch.zeros(2, 1, 24, 24).long()),
+        "bool or of the dtype of the weights",
+    ),
     "a mask of numpy": Bad(
         batch(attention_mask=torch.ones(2, 24).numpy()),
         "attention_mask is of type ndarray; expected",
