@@ -99,7 +99,7 @@ REFUSED_LATER = {
     ),
     "a mask of other heads": Bad(
         batch(attention_mask=torch.zeros(2, 3, 24, 24)),
-        "attention_mask is float32 (2, 3, 24, 24); expected a row and a column for each token, 1 or all heads",
+        "attention_mask is float32 (2, 3, 24, 24); expected a row and a column for each",
     ),
     "a mask of numbers": Bad(
         batch(attention_mask=torch.zeros(2, 1, 24, 24).long()),
