@@ -153,9 +153,8 @@ class StreamedForward(UnstreamedSteps):
         of the model, its streamed forward among them. A step on them is the unstreamed one, of the copy.
         """
         if self.active and module.training and torch.is_grad_enabled():
-            warn(
-                f"a shallow copy of a transformed {type(module).__name__} runs unstreamed: transform it, too"
-            )
+            name = type(module).__name__
+            warn(f"a shallow copy of a transformed {name} is not streamed itself: transform it, too")
         forward = self.original if self.had_forward else types.MethodType(type(module).forward, module)
         return forward(*args, **kwargs)
 
