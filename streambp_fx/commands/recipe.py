@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -257,7 +258,7 @@ def _types(field: str) -> tuple[type, ...]:
 def _check_output(folder: str) -> None:
     """The folder can be written, as far as can be seen before anything is."""
     path = Path(folder).expanduser().absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
+    there = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not there.is_dir():
         raise RecipeError(f"--output {folder}: {there} is a file, not a folder")
     try:
