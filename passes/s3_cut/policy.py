@@ -147,7 +147,8 @@ def _joins(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -
 def _is_rest_of(facts: Facts, policy: Policy, group: list[Segment], after: Segment) -> bool:
     """True for rows that were cut off the segment before: what lies between the two is made again.
 
-    Not where it lies elsewhere, and is not missed.
+    Not where it lies elsewhere, and is not missed; nor where other parameters are gathered for the one than
+    for the other, whose order would depend on what is saved.
     """
     again = not policy.offload_rows and not policy.saves(after) and facts.trains(group[-1])
     gathered = _gathered(facts, group[-1])
