@@ -19,7 +19,7 @@ from typing import Any
 
 from .combinations import COMBINATIONS, Combination
 from .environments import ROOT, NotInstalled, install, interpreter, remove, run_subset, versions
-from .table import PAGE, RECORD, page, record, result
+from .table import IN_README, PAGE, README, RECORD, in_readme, page, record, result
 
 
 def main() -> int:
@@ -79,10 +79,12 @@ def constant(path: Path, name: str) -> Any:
 
 
 def write_page() -> None:
-    """Make docs/versions.md of what is kept."""
+    """Make docs/versions.md of what is kept, and what the README says of it."""
     minimum = constant(ROOT / "streambp_fx" / "versions" / "__init__.py", "MINIMUM")
     families = constant(ROOT / "tests" / "compat" / "test_subset.py", "FAMILIES")
-    PAGE.write_text(page(json.loads(RECORD.read_text()), minimum, families))
+    kept = json.loads(RECORD.read_text())
+    PAGE.write_text(page(kept, minimum, families))
+    README.write_text(IN_README.sub(in_readme(kept), README.read_text()))
 
 
 if __name__ == "__main__":

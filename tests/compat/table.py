@@ -12,6 +12,9 @@ from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORD, PAGE = DOCS / "_static" / "versions.json", DOCS / "versions.md"
+README = DOCS.parent / "README.md"
+#: What of the README is written by `make compat`.
+IN_README = re.compile(r"(?<=<!-- versions -->).*?(?=<!-- end of versions -->)")
 NAMES = ("python", "torch", "transformers", "trl")
 TITLES = ("Python", "PyTorch", "transformers", "TRL")
 #: Columns: a function of the subset, its title, and what it is.
@@ -122,6 +125,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         cells = ["-" if c is None else f"{c[0]} of {c[1]}" for c in counts]
         rows.append(f"| {' | '.join([*(found[n] for n in NAMES), *cells, found['date']])} |")
     return "\n".join(rows)
+
+
+def in_readme(results: Sequence[dict[str, Any]]) -> str:
+    """What the README says of them: what was run, and when last."""
+
+    def minors(name: str) -> str:
+        found = {tuple(map(int, f[name].split(".")[:2])) for f in results}
+        return ", ".join(".".join(map(str, minor)) for minor in sorted(found))
+
+    run = f"PyTorch {minors('torch')}, transformers {minors('transformers')}, Python {minors('python')}"
+    return f"{run}, last on {max(f['date'] for f in results)}"
 
 
 def page(results: Sequence[dict[str, Any]], minimum: dict[str, str], families: Sequence[str]) -> str:

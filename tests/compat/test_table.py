@@ -60,3 +60,5 @@ def test_the_page_is_that_of_what_is_kept() -> None:
     kept = json.loads(table.RECORD.read_text())
     families = __main__.constant(Path(__file__).parent / "test_subset.py", "FAMILIES")
     assert table.PAGE.read_text() == table.page(kept, MINIMUM, families), "make compat writes it"
+    found = table.IN_README.search(table.README.read_text())
+    assert found is not None and found[0] == table.in_readme(kept), "make compat writes it, too"
