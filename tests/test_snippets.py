@@ -6,12 +6,16 @@ import importlib.util
 import re
 import shlex
 import shutil
+import sys
+import textwrap
+import types
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/guide.md", "docs/trainers.md")
@@ -132,3 +136,21 @@ def test_plans_as_printed(
         assert main(shlex.split(line)[1:]) == 0
     said = capsys.readouterr().out
     assert "tokens" in said or "wrote" in said
+
+
+def test_a_module_for_verl_as_printed(a_reader: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its page says to put in a module, beside an engine of the same shape: that of verl needs a GPU."""
+    import streambp_fx
+
+    class FSDPEngine:
+        def _build_module(self) -> torch.nn.Module:
+            return transformers.AutoModelForCausalLM.from_pretrained("path/to/model")
+
+    for name in ("verl", "verl.workers", "verl.workers.engine", "verl.workers.engine.fsdp"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["verl.workers.engine.fsdp"].transformer_impl = types.SimpleNamespace(FSDPEngine=FSDPEngine)  # type: ignore[attr-defined]
+    text = (ROOT / "docs" / "frameworks" / "verl.md").read_text()
+    (printed,) = re.findall(r"\n((?:    .*\n|\n)*    from verl.*\n(?:    .*\n|\n)*)", text)
+    exec(compile(textwrap.dedent(printed), "verl.md", "exec"), {})
+    built = FSDPEngine()._build_module()
+    assert "forward" in vars(built) and streambp_fx.status(built).door == "transform"
