@@ -341,7 +341,8 @@ def plan(
         least = 2 if name == "seq_len" else 1
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise PlanError(f"{name} must be an int of at least {least}, not {value!r}")
-    check_named(isinstance(model, nn.Module), dtype, lora_rank)
+    if isinstance(model, nn.Module):
+        check_named(True, dtype, lora_rank)  # `model_on_meta` does so for the others
     try:
         options = Options(
             save=save, every=every, offload=offload, offload_rows=offload_rows, order=order, policy=policy

@@ -45,7 +45,8 @@ def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | 
         lora_rank: freeze the weights and put LoRA adapters of this rank on all linear layers (needs peft).
 
     Raises:
-        PlanError: no such model, or not a causal language model, or peft is missing.
+        PlanError: no such model, or no causal language model, a `dtype` or `lora_rank` that is not allowed,
+            or peft is missing.
     """
     from .loading import ModelSourceError, model_from_config
 
@@ -54,8 +55,7 @@ def model_on_meta(source: str | Path, dtype: str = "bfloat16", lora_rank: int | 
             f"the model must be an nn.Module, a name or a path, not a {type(source).__name__}. Of a config: "
             'with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
         )
-    if dtype not in DTYPES:
-        raise PlanError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    check_named(False, dtype, lora_rank)
     try:
         with torch.device("meta"):
             model = model_from_config(config_file(str(source)), getattr(torch, dtype))
@@ -69,8 +69,6 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise PlanError("LoRA needs the package peft: pip install peft") from error
-    if rank < 1:
-        raise PlanError(f"the rank of LoRA adapters must be at least 1, not {rank}")
     config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.device("meta"):
         return get_peft_model(model, config).train()  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from distributed_cases import unchunked_attention
 from in_processes import called
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -181,21 +182,6 @@ def _unchunked() -> nn.Module:
     return model
 
 
-class _GateWithin(_Gate):
-    """The same of an attention, behind which the feed-forward part of its layer is by rows."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        made, weights = self.layer(hidden_states, *args, **kwargs)
-        reading = torch.linalg.vector_norm(hidden_states, dim=1, keepdim=True)
-        return made * (1 + self.weight * reading.tanh()), weights
-
-
-def _unchunked_attention() -> nn.Module:
-    model = _dense()
-    model.model.layers[1].self_attn = _GateWithin(model.model.layers[1].self_attn)
-    return model
-
-
 class _LastButOne(nn.Module):
     """A loss on the logits without the last row, in the model's own code."""
 
@@ -233,7 +219,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "hybrid": _hybrid,
     "selecting": _selecting,
     "unchunked": _unchunked,
-    "unchunked attention": _unchunked_attention,
+    "unchunked attention": lambda: unchunked_attention(_dense()),
     "last but one": _LastButOne,
     "shown": _Shown,
 }

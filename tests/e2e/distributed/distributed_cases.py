@@ -103,7 +103,7 @@ def _lora() -> nn.Module:
     return model
 
 
-class _Gate(nn.Module):
+class Gate(nn.Module):
     """An attention whose gates read all rows, which is no causal mixing: it runs unchunked."""
 
     def __init__(self, attention: nn.Module) -> None:
@@ -116,9 +116,10 @@ class _Gate(nn.Module):
         return made * (1 + self.weight * reading.tanh()), weights
 
 
-def _unchunked_attention() -> nn.Module:
-    model = _llama()
-    model.model.layers[1].self_attn = _Gate(model.model.layers[1].self_attn)
+def unchunked_attention(model: nn.Module) -> nn.Module:
+    """The same model, with an attention in its second layer that runs unchunked; what follows does not."""
+    layer: Any = model.model.layers[1]
+    layer.self_attn = Gate(layer.self_attn)
     return model
 
 
@@ -128,7 +129,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "window": _window,
     "experts": _experts,
     "lora": _lora,
-    "unchunked attention": _unchunked_attention,
+    "unchunked attention": lambda: unchunked_attention(_llama()),
 }
 
 
