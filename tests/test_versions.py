@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from streambp_fx.versions import (
     MINIMUM,
@@ -92,3 +94,47 @@ def test_what_differs_has_not_outlived_its_versions(difference):
     assert oldest < release(difference.since), (
         f"{difference.name}: only the way of {difference.since} is left"
     )
+
+
+class Masked(nn.Module):
+    """Rows under the mask of a recurrence, which is asked for as models of transformers up to 5.12 do."""
+
+    def _update_mamba_mask(self, mask, before):
+        behind = isinstance(before, torch.Tensor) and before[0] > 0
+        return None if behind or (mask is not None and torch.all(mask == 1)) else mask
+
+    def forward(self, rows, mask, before):
+        used = self._update_mamba_mask(mask, before)
+        return rows if used is None else rows * used[..., None]
+
+
+POSITIONS = {"no cache": None, "first positions": torch.arange(5), "later positions": torch.arange(3, 8)}
+MASKS = {"none": None, "ones": torch.ones(2, 5), "padding": torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])}
+
+
+@pytest.mark.parametrize("before", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_masks_of_recurrences_are_not_asked_for_values(monkeypatch, before, mask):
+    monkeypatch.setattr(differences, "TRANSFORMERS", (5, 12))
+    model = type("Masked", (Masked,), {"__module__": "transformers.models.toy", **_own(Masked)})()
+    method, rows = type(model)._update_mamba_mask, torch.randn(2, 5, 3)
+    want = model(rows, mask, before)
+    assert differences.masks_are_not_asked([type(model)], lambda: True)
+    assert not differences.masks_are_not_asked([type(model)], lambda: True), "each is changed once"
+    assert model._update_mamba_mask(mask, before) is method(model, mask, before), "outside of a trace"
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager", fullgraph=True)(rows, mask, before)
+    assert torch.equal(found, want)
+
+
+def _own(cls):
+    return {n: f for n, f in vars(cls).items() if n in ("_update_mamba_mask", "forward")}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["newer", "of others"])
+def test_masks_of_others_and_of_newer_versions_are_left_alone(monkeypatch, own):
+    monkeypatch.setattr(differences, "TRANSFORMERS", (5, 12) if not own else (5, 13))
+    module = "transformers.models.toy" if own else "models.toy"
+    cls = type("Masked", (Masked,), {"__module__": module, **_own(Masked)})
+    assert not differences.masks_are_not_asked([cls], lambda: True)
+    assert cls._update_mamba_mask is Masked._update_mamba_mask

@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import transformers
 from torch._dispatch.python import enable_python_dispatcher
 
 from . import release
 
 TORCH = release(torch.__version__)
+TRANSFORMERS = release(transformers.__version__)
 
 
 class Difference(NamedTuple):
@@ -54,6 +56,8 @@ DIFFERENCES = (
     Difference("called_object", "torch", "2.15"),
     Difference("checkpoint_layers", "transformers", "5.23"),
     Difference("recording_module", "transformers", "5.2"),
+    Difference("is_plain_recurrence", "transformers", "5.15"),
+    Difference("masks_are_not_asked", "transformers", "5.13"),
 )
 
 #: Attribute of a tensor whose sizes in these dims Dynamo takes for symbols. No guard depends on it: before
@@ -231,6 +235,55 @@ def checkpoint_layers(model: Any, context: Callable[..., Any] | None = None, **o
     if context is not None:
         how["context_fn"] = context
     switch(how, **options)
+
+
+def is_plain_recurrence(function: Callable[..., Any]) -> bool:
+    """True for a function of transformers that stands in for a kernel of a recurrence.
+
+    From 5.15 on a decorator says so. Before, it has the name of the kernel behind "torch_".
+
+    Args:
+        function: of a module of transformers.
+    """
+    return TRANSFORMERS < (5, 15) and function.__name__.startswith("torch_chunk_")
+
+
+def masks_are_not_asked(classes: Iterable[type], is_traced: Callable[[], bool]) -> bool:
+    """From now on the mask of a recurrence is handed on without a look at its values while a model is traced.
+
+    From 5.13 on it is so. Before, a method of the model drops a mask of ones, and one behind a cache: it asks
+    for values in Python, which Dynamo does not have. Rows are multiplied by the mask, so ones change nothing.
+
+    Args:
+        classes: of modules; those of transformers are changed, and once.
+        is_traced: asked within a trace: is it one of this project's?
+
+    Returns:
+        True if a class was changed.
+    """
+    found = False
+    for cls in classes if TRANSFORMERS < (5, 13) else ():
+        for name in ("_update_linear_attn_mask", "_update_mamba_mask"):
+            method = vars(cls).get(name)
+            own = cls.__module__.startswith("transformers.models.")
+            if own and method is not None and not hasattr(method, "__wrapped__"):
+                setattr(cls, name, _not_asking(method, is_traced))
+                found = True
+    return found
+
+
+def _not_asking(method: Callable[..., Any], is_traced: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def mask_of(model: Any, mask: Any, before: Any = None) -> Any:
+        """`before`: the positions up to 5.3, a cache from then on; either may be None."""
+        if torch.compiler.is_compiling() and is_traced() and (mask is None or mask.dim() == 2):
+            if mask is None or before is None:
+                return mask
+            if isinstance(before, torch.Tensor):
+                return torch.where(before[0] > 0, torch.ones_like(mask), mask)
+        return method(model, mask, before)
+
+    return mask_of
 
 
 def collective(name: str) -> Callable[..., Any]:

@@ -65,9 +65,7 @@ uv is installed; a combination without its Python is left out, and is not in the
 
 FAILED = """
 What failed. A family that cannot be streamed with a version is exact there, too: it runs unchunked, or with
-its layers checkpointed, and says so. So it is with gated delta rules (qwen3_next): transformers 5.0 asks for
-values of the mask in Python, and up to 5.10 the rule is a function of the model's own file, which is not
-known as a recurrence.
+its layers checkpointed, and says so.
 
 """
 

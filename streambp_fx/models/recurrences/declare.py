@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dynamo.copied_functions import copy_of
+from ...dynamo.this_backend import is_traced_for_us
 from ...passes.graph.recurrence import RECURRENCES, Recurrence
+from ...versions.differences import masks_are_not_asked
 from .delta_rule import delta_rule
 from .interface import Interface, Operands, is_known, is_plain
 from .selective_scan import SELECTIVE_SCAN
@@ -35,8 +37,9 @@ def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
     Returns:
         True if there are some that were not known before.
     """
-    found = False
-    for function in list(_functions(modules)):
+    classes = list(dict.fromkeys(cls for m in modules for cls in type(m).__mro__))
+    found = masks_are_not_asked(classes, is_traced_for_us)
+    for function in list(_functions(classes)):
         if function in _seen:
             continue
         _seen.add(function)
@@ -47,9 +50,9 @@ def declare_recurrences(modules: Iterable[nn.Module]) -> bool:
     return found
 
 
-def _functions(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """Known functions in the Python modules in which the classes of these modules are."""
-    for name in {cls.__module__ for m in modules for cls in type(m).__mro__}:
+def _functions(classes: Iterable[type]) -> Iterator[types.FunctionType]:
+    """Known functions in the Python modules in which these classes are."""
+    for name in dict.fromkeys(cls.__module__ for cls in classes):
         if name in sys.modules:
             values = list(vars(sys.modules[name]).values())
             yield from (v for v in values if isinstance(v, types.FunctionType) and is_known(v))

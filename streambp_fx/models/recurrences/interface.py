@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...passes.graph.recurrence import Recurrence, Step
+from ...versions.differences import is_plain_recurrence
 
 Operands = list[Tensor | None]
 
@@ -56,7 +57,7 @@ KERNEL = "is_new_implementation"
 def is_known(function: Callable) -> bool:
     """True for a function of transformers that calls a kernel, or what stands in for it."""
     own = (getattr(function, "__module__", "") or "").startswith("transformers.models.")
-    return own and KERNEL in function.__code__.co_freevars
+    return own and (KERNEL in function.__code__.co_freevars or is_plain_recurrence(function))
 
 
 def is_plain(function: Callable) -> bool:
@@ -64,7 +65,7 @@ def is_plain(function: Callable) -> bool:
 
     It ignores arguments that it does not name, but for those that it refuses.
     """
-    return inspect.getclosurevars(function).nonlocals[KERNEL] is False
+    return inspect.getclosurevars(function).nonlocals.get(KERNEL, False) is False
 
 
 def says_more(rest: dict[str, Any], ignores: bool) -> bool:
