@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -34,7 +35,7 @@ def a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = ["a", "step", "of", "a", "long", "text", "is", "made", "of", "chunks", "of", "rows"]
-    vocabulary = {word: k for k, word in enumerate(["[UNK]", *dict.fromkeys(words)])}
+    vocabulary = {word: k for k, word in enumerate(["[UNK]", "[END]", *dict.fromkeys(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     sizes: dict[str, Any] = {
@@ -48,7 +49,8 @@ def a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "path" / "to" / "model"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    ends = {"unk_token": "[UNK]", "eos_token": "[END]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(folder)
     (tmp_path / "long.txt").write_text(" ".join(words * 200))
     monkeypatch.chdir(tmp_path)
 
@@ -136,6 +138,29 @@ def test_plans_as_printed(
         assert main(shlex.split(line)[1:]) == 0
     said = capsys.readouterr().out
     assert "tokens" in said or "wrote" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", sorted({c for _, c in typed() if c.startswith("streambp-fx recipe")}))
+def test_recipes_as_printed(
+    line: str, a_reader: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model and data of the reader's own, at the sequence length of the recipe."""
+    from streambp_fx.cli import main
+
+    lines = [{"prompt": "a long text ", "completion": "of a step " * n} for n in (3, 5, 40)]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert main(shlex.split(line)[1:]) == 0
+    said = capsys.readouterr().out
+    if "--model" in line:
+        assert "train_runtime" in said
+        assert list(tmp_path.rglob("adapter_model.safetensors"))
+    elif "--show" in line:
+        compile(said, line, "exec")
+    else:
+        assert "sft-lora" in said
 
 
 def test_a_module_for_verl_as_printed(a_reader: None, monkeypatch: pytest.MonkeyPatch) -> None:
