@@ -63,7 +63,7 @@ from .unstreamed import (
     Otherwise,
     Unstreamed,
     explain_unstreamed,
-    warn_of_unknown_names,
+    unknown_names,
     warn_unchunked,
     why_whole,
 )
@@ -189,15 +189,17 @@ def _compiled_graph(
         log.info("no output has a gradient: the graph runs as it is")
         return with_plain_loops(module) if sharded is None else otherwise.run
     lengths = find_lengths(module, options.seq_dim, likely=declared)
-    warn_of_unknown_names(module, options.seq_dim)
+    unknown = unknown_names(module, options.seq_dim)
     if not lengths.sequence:
         declare_dynamic(module, example_inputs, options.seq_dim)  # does not return if another trace may help
     if lengths.sequence:
         specialize_floats(module)
     remove_declarations(module, example_inputs)
     if not lengths.sequence:
-        why = explain_unstreamed(module, lengths)
+        why = explain_unstreamed(module, lengths, unknown)
         return Unstreamed(otherwise.run, f"the graph runs unstreamed: {why}", counts)
+    if unknown:
+        warn(unknown)
     changes = None
     if sharded is None:
         module, changes = without_changes(module)

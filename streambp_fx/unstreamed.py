@@ -91,31 +91,36 @@ class Unstreamed:
         return self.run(*inputs)
 
 
-def warn_of_unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> None:
-    """A warning if a graph that reads along something has none of the inputs that `seq_dim` names."""
+def unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> str:
+    """What is said if a graph that reads along something has none of the inputs that `seq_dim` names, or ""."""
     if not seq_dim:
-        return
+        return ""
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     own = [n for n in placeholders if isinstance(n.meta.get("example_value"), torch.Tensor)]
     if not lengths_read(module) or any(is_called(n, name) for name in seq_dim for n in own):
-        return
+        return ""
     given = (source_name(n) for n in own if not isinstance(n.meta["example_value"], torch.nn.Parameter))
     names = [name.split(".")[-1] for name in given if not name.startswith("self")]  # no buffers of a module
-    warn(
+    return (
         f"seq_dim names {', '.join(map(repr, seq_dim))}, but the inputs of this graph are {', '.join(names)}"
     )
 
 
-def explain_unstreamed(module: GraphModule, lengths: Lengths) -> str:
+def explain_unstreamed(module: GraphModule, lengths: Lengths, unknown: str) -> str:
     """A warning if the graph reads along something longer than one, or along nothing and trains more than a
     table, or is the rest of one that has ended.
 
     Any other without attention is a line in the log: a function of a loss, say, that is compiled by itself.
 
+    Args:
+        module: the graph.
+        lengths: why nothing of it is the sequence.
+        unknown: see `unknown_names`.
+
     Returns:
-        the reason: that of `lengths`, and the loops that may have fixed the length.
+        the reason: `unknown`, or that of `lengths` and the loops that may have fixed the length.
     """
-    why = f"{lengths.reason}{_of_loops()}"
+    why = unknown or f"{lengths.reason}{_of_loops()}"
     behind, read = goes_on_behind(), lengths_read(module)
     if any(size > 1 for size in read) or (behind is None and not read and _trains(module)):
         warn(f"the graph runs unstreamed: {why}")

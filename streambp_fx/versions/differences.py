@@ -276,7 +276,7 @@ def _not_asking(method: Callable[..., Any], is_traced: Callable[[], bool]) -> Ca
     @functools.wraps(method)
     def mask_of(model: Any, mask: Any, before: Any = None) -> Any:
         """`before`: the positions up to 5.3, a cache from then on; either may be None."""
-        if torch.compiler.is_compiling() and is_traced() and (mask is None or mask.dim() == 2):
+        if torch.compiler.is_dynamo_compiling() and is_traced() and (mask is None or mask.dim() == 2):
             if mask is None or before is None:
                 return mask
             if isinstance(before, torch.Tensor):
