@@ -92,7 +92,7 @@ class Unstreamed:
 
 
 def unknown_names(module: GraphModule, seq_dim: Mapping[str, int] | None) -> str:
-    """What is said if a graph that reads along something has none of the inputs that `seq_dim` names, or ""."""
+    """What is said if `seq_dim` names no input of a graph that reads along something; else ""."""
     if not seq_dim:
         return ""
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
