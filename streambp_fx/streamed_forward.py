@@ -52,7 +52,7 @@ from .runtime.segments import dispatch_modes
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced, seconds_to_compile
-from .versions.differences import ignoring
+from .versions.differences import ending_checkpoints, ignoring
 
 
 class StreamedForward(UnstreamedSteps):
@@ -237,7 +237,8 @@ class StreamedForward(UnstreamedSteps):
     def _left_as_found(self) -> Iterator[None]:
         """Within: an error that leaves the model leaves parameters in pieces, as they were."""
         try:
-            yield
+            with ending_checkpoints():
+                yield
         except BaseException:
             if self._sharded is not None:
                 self._sharded.failed(False)

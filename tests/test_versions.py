@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from streambp_fx.versions import (
@@ -125,6 +126,39 @@ def test_masks_of_recurrences_are_not_asked_for_values(monkeypatch, before, mask
     torch._dynamo.reset()
     found = torch.compile(model, backend="eager", fullgraph=True)(rows, mask, before)
     assert torch.equal(found, want)
+
+
+OLD_CHECKPOINT = """
+def checkpoint(function, hooks):
+    gen = hooks()
+    next(gen)
+    function()
+    next(gen)
+"""
+
+
+def test_an_error_ends_its_checkpoints(monkeypatch):
+    monkeypatch.setattr(differences, "TORCH", (2, 11))
+    names = {}
+    exec(compile(OLD_CHECKPOINT, torch.utils.checkpoint.__file__, "exec"), names)
+    checkpoint, ends = names["checkpoint"], []
+
+    def hooks(name):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            try:
+                yield
+            finally:
+                ends.append(name)
+
+    def fails():
+        raise KeyError("from within")
+
+    def active():
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    with pytest.raises(KeyError, match="from within") as held, differences.ending_checkpoints():
+        checkpoint(lambda: checkpoint(fails, lambda: hooks("inner")), lambda: hooks("outer"))
+    assert ends == ["inner", "outer"] and active() is None and held.value is not None
 
 
 def _own(cls):

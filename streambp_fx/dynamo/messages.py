@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from ..errors import StreamBPError
 from ..passes.graph.sources import source_name
+from ..versions.differences import ending_checkpoints
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -66,7 +67,8 @@ def with_ranges(module: GraphModule, run: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(run, updated=())
     def noted(*inputs: Any) -> Any:
         try:
-            return run(*inputs)
+            with ending_checkpoints():
+                return run(*inputs)
         except (IndexError, RuntimeError) as error:
             if not isinstance(error, (StreamBPError, torch.OutOfMemoryError)):
                 add_note(error, _ranges(names, inputs))

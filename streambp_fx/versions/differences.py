@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 import transformers
 from torch._dispatch.python import enable_python_dispatcher
 
@@ -47,6 +48,7 @@ DIFFERENCES = (
     Difference("fsdp_groups", "torch", "2.12"),
     Difference("reset_fsdp", "torch", "2.13"),
     Difference("called_while_traced", "torch", "2.12"),
+    Difference("ending_checkpoints", "torch", "2.13"),
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
     Difference("collective", "torch", "2.13"),
@@ -211,6 +213,27 @@ def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None
         comptime(traced)
 
     return call
+
+
+@contextlib.contextmanager
+def ending_checkpoints() -> Iterator[None]:
+    """Within: the checkpoints that an error leaves have ended when it is raised.
+
+    Before 2.13 such a checkpoint ends when nobody holds the error any more. Until then its hooks take what
+    any other step saves for its backward.
+    """
+    try:
+        yield
+    except BaseException as error:
+        trace, open_ones = error.__traceback__, []
+        while trace is not None and TORCH < (2, 13):
+            if trace.tb_frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                open_ones.append(trace.tb_frame.f_locals.get("gen"))
+            trace = trace.tb_next
+        for generator in reversed(open_ones):  # the innermost first
+            if generator is not None:
+                generator.close()
+        raise
 
 
 def recording_module() -> ModuleType | None:

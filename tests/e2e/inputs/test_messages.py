@@ -189,7 +189,8 @@ def test_the_model_s_own_error_with_a_note(door: Callable[[Any], Any]) -> None:
         same = type(got) is type(want) and str(want) in str(got)
         if isinstance(want, AssertionError) or not same or bad.note not in noted:
             wrong.append(f"{name}: {type(got).__name__}: {got} ({noted})")
-        if got.__cause__ is not None or got.__context__ is not None:
+        chained = want.__context__ is not None  # transformers 5.0 tries some inputs a second time
+        if got.__cause__ is not None or (got.__context__ is not None) is not chained:
             wrong.append(f"{name}: chained to {got.__cause__ or got.__context__!r}")
     assert not wrong, "\n".join(wrong)
     assert len(REFUSED) >= 25 and streambp_fx.status(streamed).streamed_steps == 0
