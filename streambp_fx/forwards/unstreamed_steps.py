@@ -244,10 +244,21 @@ class UnstreamedSteps:
             except (RuntimeError, IndexError, TypeError, ValueError):  # Dynamo's of shapes that do not fit
                 self._odd[key] = False
         with explained(given, self.model):
-            output = self.as_it_is(given)
+            output = self._as_it_takes_it(given)
         self._odd.setdefault(key, True)
         self.say(f"{'; '.join(odd.values())}. The model takes it all the same: such steps run unstreamed")
         return output
+
+    def _as_it_takes_it(self, given: Arguments) -> Any:
+        """An unstreamed step; with a cache, as the model asks for by default, if it takes it so alone."""
+        try:
+            return self.as_it_is(given)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            pass  # what it says of the call that was made is the error to raise
+        with self.alone():
+            return self.original(*given.positional.values(), **given.keywords)
 
 
 @torch._dynamo.assume_constant_result

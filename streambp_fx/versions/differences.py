@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ class Difference(NamedTuple):
 
 DIFFERENCES = (
     Difference("ignoring", "torch", "2.12"),
+    Difference("quiet_partitioner", "torch", "2.13"),
     Difference("deciding_what_stays_whole", "torch", "2.12"),
     Difference("offload_ops", "torch", "2.12"),
     Difference("fsdp_groups", "torch", "2.12"),
@@ -58,6 +61,7 @@ DIFFERENCES = (
     Difference("called_object", "torch", "2.15"),
     Difference("checkpoint_layers", "transformers", "5.23"),
     Difference("recording_module", "transformers", "5.2"),
+    Difference("keep_forwards", "transformers", "5.2"),
     Difference("is_plain_recurrence", "transformers", "5.15"),
     Difference("masks_are_not_asked", "transformers", "5.13"),
 )
@@ -104,6 +108,16 @@ def ignoring(functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
         _log_settings_without_functions()
     with torch._dynamo.config.patch(ignore_logging_functions=set(functions)):
         yield
+
+
+def quiet_partitioner() -> None:
+    """PyTorch prints no graphs that a scan is cut into, unless `TORCH_LOGS` is set.
+
+    Before 2.13 the logger of that module is at DEBUG, and what it says comes out.
+    """
+    if TORCH < (2, 13) and "TORCH_LOGS" not in os.environ:
+        own = logging.getLogger("torch._higher_order_ops.partitioner")
+        own.addFilter(lambda record: record.levelno > logging.DEBUG)
 
 
 @functools.cache
@@ -242,6 +256,30 @@ def recording_module() -> ModuleType | None:
         return importlib.import_module("transformers.utils.output_capturing")
     except ModuleNotFoundError:
         return None
+
+
+def keep_forwards(model: Any) -> None:
+    """Modules whose values a model of transformers records (router logits) get their forward as an attribute.
+
+    Before 5.2 such a model puts forwards over those of its modules while it runs, and then the originals
+    back, which are attributes from then on. Dynamo follows that where they are attributes already.
+
+    Args:
+        model: any module; what its config asks for is recorded in each step.
+    """
+    if TRANSFORMERS >= (5, 2):
+        return
+    recorded = importlib.import_module("transformers.utils.generic")._CAN_RECORD_REGISTRY
+    for module in model.modules():
+        for name, wanted in (recorded.get(str(type(module))) or {}).items():
+            if not getattr(getattr(module, "config", None), f"output_{name}", False):
+                continue
+            wanted = wanted if isinstance(wanted, list) else [wanted]
+            classes: tuple[Any, ...] = tuple(
+                c for w in wanted if isinstance(c := getattr(w, "target_class", w), type)
+            )
+            for inner in (m for m in module.modules() if isinstance(m, classes)):
+                inner.__dict__.setdefault("forward", inner.forward)
 
 
 def checkpoint_layers(model: Any, context: Callable[..., Any] | None = None, **options: Any) -> None:

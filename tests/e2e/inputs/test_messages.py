@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -231,6 +232,25 @@ def test_odd_inputs_that_the_model_takes() -> None:
     step(model, batch(attention_mask=torch.ones(2, 24).long()))
     found = streambp_fx.status(model)
     assert found.unstreamed_steps == 3 and found.streamed_steps == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "streamed"), [(True, 2), (None, 0)])
+def test_odd_inputs_that_the_model_takes_with_a_cache_alone(asked: bool | None, streamed: int) -> None:
+    """A shorter mask is filled with zeros then. A step has a cache where the caller says so, and not else."""
+    eager, short = small(), torch.ones(2, 9).long()
+    eager.config.use_cache = True
+    model = streambp_fx.transform(copy.deepcopy(eager), chunk=16, check="never")
+    short[0, 5:] = 0
+    odd = batch(attention_mask=short, use_cache=asked)
+    with pytest.raises(RuntimeError):
+        small()(**{**odd, "use_cache": False})
+    want = step(eager, odd)[0]
+    with pytest.warns(streambp_fx.StreamBPWarning, match="The model takes it all the same"):
+        for _ in range(3):
+            assert step(model, odd)[0].allclose(want, rtol=1e-12)
+    found = streambp_fx.status(model)
+    assert (found.unstreamed_steps, found.streamed_steps) == (3 - streamed, streamed)
 
 
 RANGES = [(transformed, "labels"), (transformed, "input_ids"), (compiled, "labels"), (compiled, "input_ids")]
