@@ -47,7 +47,8 @@ COLUMNS = {
 INTRODUCTION = """# Versions
 
 `make compat` makes an environment for each of these combinations and runs the same tests in it, a column each
-(`tests/compat/test_subset.py`). A number is how many of them passed.
+(`tests/compat/test_subset.py`). A number is how many of them passed. With transformers before 5.3 experts are
+`"batched_mm"` in it: what they are by default is not streamed in float64 (see [Limits](limits.md)).
 
 {columns}
 
