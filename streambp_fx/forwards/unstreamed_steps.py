@@ -250,13 +250,18 @@ class UnstreamedSteps:
         return output
 
     def _as_it_takes_it(self, given: Arguments) -> Any:
-        """An unstreamed step; with a cache, as the model asks for by default, if it takes it so alone."""
+        """An unstreamed step; with a cache, as the model asks for by default, if it takes it so alone.
+
+        Where there are several devices it is run once, as what they exchange would not fit together.
+        """
         try:
             return self.as_it_is(given)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, TypeError, ValueError):
-            pass  # what it says of the call that was made is the error to raise
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                raise
+        # What it says of the call that was made is the error to raise.
         with self.alone():
             return self.original(*given.positional.values(), **given.keywords)
 
