@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -114,8 +115,9 @@ def test_a_line_is_said_once() -> None:
     with pytest.warns(StreamBPWarning) as told:
         call(torch.ones(2, 33)).backward()
     ended = [str(w.message) for w in told if "a graph of it ends" in str(w.message)]
-    assert len(ended) == 1 and ended[0].startswith("Nested.forward runs unstreamed"), ended
-    with pytest.warns(StreamBPWarning, match="Nested.forward runs unstreamed"):
+    name = r"^(Nested\.)?forward runs unstreamed"  # Python 3.10 knows no more of a function than its name
+    assert len(ended) == 1 and re.match(name, ended[0]), ended
+    with pytest.warns(StreamBPWarning, match=name):
         torch._dynamo.reset()
         torch.compile(Nested(), backend="streambp", options=OPTIONS)(torch.ones(2, 33)).backward()
 
