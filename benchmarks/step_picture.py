@@ -102,8 +102,8 @@ def draw(courses: dict[str, list[tuple[float, float]]], title: str, path: Path) 
     axes.set_xlabel("share of the step, %", color=INK, fontsize=11)
     axes.set_ylabel("MiB", color=INK, fontsize=11)
     axes.set_title(title, color=INK, fontsize=11, loc="left")
-    axes.set(xlim=(0, 100), ylim=(0, None))
-    axes.margins(y=0.12)
+    highest = max(mib for moments in courses.values() for _, mib in moments)
+    axes.set(xlim=(0, 100), ylim=(0, 1.45 * highest))  # what is said stands above the courses
     axes.tick_params(colors=INK, labelsize=11)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))

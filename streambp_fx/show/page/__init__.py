@@ -20,7 +20,7 @@ from string import Template
 from ...units import readable
 from ..scheduled_step import ScheduledStep
 from ..step_memory import StepMemory
-from .chart import Chart
+from .chart import PLACES, Chart
 from .graph import graph_svg, groups_of
 from .kept import kept_html
 from .lane import lane_html
@@ -54,8 +54,9 @@ def page(memory: StepMemory, program: str, title: str | None = None, instruction
         chart=chart.html(),
         lane=lane_html(memory),
         legend=chart.legend(),
-        last=len(chart.moments) - 1,
+        places=PLACES,
         at_peak=chart.at_peak,
+        peak_place=round(PLACES * chart.middle(chart.at_peak)),
         shown=f"{len(chart.moments):,} of {len(memory.streamed):,}",
         expression=escape(str(memory.peak_expression("streamed"))),
         graph=graph_svg(schedule, groups),

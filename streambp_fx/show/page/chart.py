@@ -14,6 +14,7 @@ from ..step_memory import StepMemory, drawn, thinned
 
 # The drawing is stretched to its place on the page; all words beside it are HTML.
 WIDTH, HEIGHT, BINS = 1000, 1000, 360
+PLACES = 1000  # of the slider, along the axis
 # A line of an unstreamed peak is drawn on the scale of the streamed step up to this many times its peak.
 SAME_SCALE = 1.3
 TITLES = {"eager": "eager", "checkpointing": "gradient checkpointing"}
@@ -63,6 +64,10 @@ class Chart:
     def at_peak(self) -> int:
         """The index of the moment at which most is held."""
         return max(range(len(self.moments)), key=lambda k: self.moments[k].total)
+
+    def middle(self, moment: int) -> float:
+        """Where a moment is, as a fraction of the axis: the middle of what it takes of it."""
+        return (self.starts[moment] + [*self.starts, 1.0][moment + 1]) / 2
 
     # ---- the drawing
 
@@ -118,7 +123,8 @@ class Chart:
         return (
             f'{self._cut()}<div class="plot" id="plot"><div class="y">{ticks}</div>'
             f'<div class="canvas" id="canvas">{self.svg()}{on_scale}'
-            f'<span class="turn" style="left:{turn:.2f}%"></span><span id="cursor" hidden></span>'
+            f'<span class="turn" style="left:{turn:.2f}%"></span>'
+            f'<span id="cursor" style="left:{100 * self.middle(self.at_peak):.2f}%"></span>'
             '<div id="tooltip" hidden></div></div></div>'
             f'<div class="x"><span style="width:{turn:.2f}%">forward →</span><span>backward →</span></div>'
         )

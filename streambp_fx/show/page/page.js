@@ -52,19 +52,20 @@
     const end = index + 1 < data.start.length ? data.start[index + 1] : 1;
     const middle = (data.start[index] + end) / 2;
     cursor.style.left = `${100 * middle}%`;
-    tooltip.hidden = cursor.hidden = false;
+    tooltip.hidden = false;
     const room = canvas.clientWidth - tooltip.offsetWidth;
     const right = middle * canvas.clientWidth + 12;
     const left = right <= room ? right : middle * canvas.clientWidth - tooltip.offsetWidth - 12;
     tooltip.style.left = `${Math.max(0, Math.min(left, room))}px`;
-    slider.value = index;
+    slider.value = Math.round(slider.max * middle);
+    slider.dataset.moment = index;
     const text = `${where(index)}: ${readable(total)}`;
     slider.setAttribute("aria-valuetext", text);
     reading.textContent = text;
   }
 
   function hide() {
-    tooltip.hidden = cursor.hidden = true;
+    tooltip.hidden = true;
   }
 
   // The moment whose step is under a place on the axis, from 0 to 1.
@@ -88,7 +89,18 @@
   document.addEventListener("pointerdown", (event) => {
     if (!canvas.contains(event.target) && event.target !== slider) hide();
   });
-  slider.addEventListener("input", () => show(Number(slider.value)));
+  // The slider stands below the moment it shows: its places are those of the axis. Keys go from moment to moment.
+  slider.addEventListener("input", () => show(at(slider.value / slider.max)));
+  slider.addEventListener("keydown", (event) => {
+    const now = Number(slider.dataset.moment), last = data.start.length - 1;
+    const there = {
+      ArrowRight: now + 1, ArrowUp: now + 1, ArrowLeft: now - 1, ArrowDown: now - 1,
+      PageUp: now + Math.ceil(last / 10), PageDown: now - Math.ceil(last / 10), Home: 0, End: last,
+    }[event.key];
+    if (there === undefined) return;
+    event.preventDefault();
+    show(Math.min(last, Math.max(0, there)));
+  });
   slider.addEventListener("blur", hide);
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
 

@@ -167,9 +167,12 @@ def test_each_cause_has_a_colour_of_its_own() -> None:
 
 
 def test_the_slider_begins_at_the_peak(made: Made) -> None:
-    place = int(re.search(r'id="moment" min="0" max="\d+" value="(\d+)"', made.text).group(1))  # type: ignore[union-attr]
-    totals = [sum(b) for b in made.data["bytes"]]
-    assert totals[place] == max(totals)
+    found = re.search(r'id="moment" min="0" max="(\d+)" value="(\d+)" data-moment="(\d+)"', made.text)
+    assert found is not None
+    last, place, moment = map(int, found.groups())
+    totals, starts = [sum(b) for b in made.data["bytes"]], [*made.data["start"], 1.0]
+    assert totals[moment] == max(totals)
+    assert starts[moment] <= place / last <= starts[moment + 1]
 
 
 def test_segments_show_what_the_schedule_says(made: Made) -> None:
@@ -324,6 +327,14 @@ def _shows_moments(page: Any, schedule: streambp_fx.Schedule) -> None:
     assert _tooltip(page) == {**{c: b for c, b in first.bytes.items() if b}, "total": first.total}
     page.keyboard.press("ArrowRight")
     assert page.locator("#tooltip").get_attribute("data-moment") == "1"
+    slider, cursor = page.locator("#moment"), page.locator("#cursor")
+    for key in ("PageUp", "ArrowLeft", "End"):  # the slider stands below the moment that it shows
+        page.keyboard.press(key)
+        centre = cursor.bounding_box()["x"]
+        track = slider.bounding_box()
+        thumb = track["x"] + 8 + (track["width"] - 16) * int(slider.input_value()) / 1000
+        assert abs(thumb - centre) < 3, key
+    assert page.locator("#tooltip").get_attribute("data-moment") == str(len(starts) - 1)
     page.keyboard.press("Escape")
     assert not page.locator("#tooltip").is_visible()
 
