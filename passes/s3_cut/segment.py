@@ -24,6 +24,7 @@ from ..rules.contractions import aten
 from ..s2_prove.inner_outputs import refuse_inner, shown
 from .alive_bytes import alive_costs, lifetimes, own_costs, row_axis, row_bytes
 from .context_cuts import context_cuts
+from .joined_parts import joined_parts
 from .rows_behind import RowsBehind
 
 # A cut that costs more than this many times the cheapest one between mixing ops is not made: the two
@@ -37,9 +38,11 @@ def segment(facts: Facts) -> Facts:
     cuts, epilogue_at = _cuts(facts, order)
     bounds = [0, *cuts, epilogue_at]
     facts.epilogue = order[epilogue_at:]
-    pieces = (order[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start)
+    pieces = [order[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start]
+    unchunked = [_judged(facts, nodes).refused is not None for nodes in pieces]
     behind = RowsBehind(facts, order, lambda n: _is_stop(facts, n))
-    for piece in itertools.chain.from_iterable(_parts(facts, behind, nodes) for nodes in pieces):
+    together = joined_parts(facts, order, pieces, unchunked)
+    for piece in itertools.chain.from_iterable(_parts(facts, behind, nodes) for nodes in together):
         piece.index = len(facts.segments)
         facts.segments.append(piece)
     refuse_inner(facts)

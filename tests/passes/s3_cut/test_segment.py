@@ -298,3 +298,39 @@ def test_rows_sliced_before_the_loss_make_a_sequence_of_their_own() -> None:
     facts = facts_of(Shifted(2), ids, ids.clone(), length_dims=(1, 1))
     assert all(s.chunked for s in facts.segments)
     assert facts.segments[-1].removed == 1 and facts.segments[1].removed == 0
+
+
+def centred(x: Tensor) -> Tensor:
+    """An op that runs unchunked: a sum over all rows."""
+    return x - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6, 11])
+def test_parts_that_run_unchunked_become_one_where_that_holds_less(layers: int) -> None:
+    """With many layers what lies within them is more than what one layer makes; NOTE [parts side by side]."""
+
+    def body(m: OneLayer, x: Tensor) -> Tensor:
+        for _ in range(layers):
+            x = x + centred(m.query(centred(m.value(centred(m.key(x))))))
+        return x
+
+    means = [sum(n.target is aten.mean.dim for n in s.nodes) for s in one_layer(body).segments]
+    together = [count for count in means if count]
+    assert sum(together) == 3 * layers
+    if layers == 1:
+        assert together == [1, 1, 1]
+    if layers >= 6:  # a layer each, as with checkpointing; the last one stores nothing more either way
+        assert together[: layers - 1] == [3] * (layers - 1)
+
+
+@pytest.mark.parametrize("layers, joined", [(1, False), (12, True)])
+def test_a_part_in_chunks_joins_what_reads_its_wide_values(layers: int, joined: bool) -> None:
+    def body(m: OneLayer, x: Tensor) -> Tensor:
+        for _ in range(layers):
+            wide = torch.cat([m.query(x), m.key(x), m.value(x)], -1)[:, None]
+            wide = F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)[:, 0]
+            x = x + m.out(centred(wide).unflatten(-1, (3, -1)).sum(2))
+        return x
+
+    mixing = [s for s in one_layer(body).segments if s.mixings]
+    assert [s.chunked for s in mixing] == [not joined] * layers

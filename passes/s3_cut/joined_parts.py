@@ -1,0 +1,113 @@
+"""joined_parts: parts side by side that run unchunked become one, where that holds less.
+
+NOTE [parts side by side]: behind an op that is not understood, nothing is known of the rows of what is made
+of its result, so that each op that follows may become a segment that runs unchunked. Each one stores what
+lies before it until the backward; what it holds itself while it is computed again, the step holds of one
+segment at a time. So a border between two of them pays where what lies at all such borders is more than
+what the largest segment grows by without them. A layer is then one segment, as with checkpointing, and
+layers stay apart.
+
+A part that runs in chunks joins the one behind it where it makes wide values of the narrow ones of a
+layer's border, as a projection does whose results an op reads that is not understood: the wide ones would
+be stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import sympy
+from torch.fx import Node
+
+from ..graph.facts import Facts, expression, tensors_of
+from ..graph.symbols import in_numbers
+from ..s2_prove.scores import is_view
+from .alive_bytes import alive_costs, lifetimes, own_costs
+
+# Bytes are compared at this many tokens, whatever the length at which the graph was captured.
+TOKENS = 4096
+# Limits on a segment that are tried: each so many times the one before.
+GROWTH = 1.25
+# What lies behind a part has to have so many times the bytes of what lies before it, if it runs in chunks.
+WIDER = 1.5
+
+
+def joined_parts(
+    facts: Facts, order: list[Node], parts: list[list[Node]], unchunked: Sequence[bool]
+) -> list[list[Node]]:
+    """The parts, with some of those side by side made one.
+
+    Args:
+        facts: of the graph.
+        order: all streamed nodes, in graph order.
+        parts: of them, each of which is to be a segment.
+        unchunked: of each part, whether it runs unchunked because of an op.
+    """
+    may_go = _may_go(facts, order, parts, unchunked)
+    if not any(may_go):
+        return parts
+    made = [_made(facts, part) for part in parts]
+    stored = _stored(facts, order, parts)
+    # what a part holds that stays alone: a chunk, which is nothing beside the whole, or all of it
+    alone = [size if whole else 0 for size, whole in zip(made, unchunked, strict=True)]
+    best, least = list(range(1, len(parts) + 1)), float(sum(stored) + max(alone))
+    limit = float(max(alone))
+    while limit < GROWTH * sum(made):
+        ends, between = _ends(made, stored, may_go, limit)
+        groups = itertools.pairwise([0, *ends])
+        largest = max(sum(made[a:b]) if b - a > 1 else alone[a] for a, b in groups)
+        if between + largest < least:
+            best, least = ends, between + largest
+        limit *= GROWTH
+    groups = itertools.pairwise([0, *best])
+    return [list(itertools.chain.from_iterable(parts[start:stop])) for start, stop in groups]
+
+
+def _may_go(
+    facts: Facts, order: list[Node], parts: list[list[Node]], unchunked: Sequence[bool]
+) -> list[bool]:
+    """Of each part but the last, whether it may be one with the part behind it."""
+    costs = alive_costs(lifetimes(facts, order), len(order))
+    alive = [costs[place] for place in itertools.accumulate((len(part) for part in parts), initial=0)]
+    widens = (after > WIDER * before for before, after in itertools.pairwise(alive))
+    pairs = zip(itertools.pairwise(unchunked), widens)  # noqa: B905  (one pair less than there are parts)
+    return [whole_behind and (whole or wider) for (whole, whole_behind), wider in pairs]
+
+
+def _made(facts: Facts, nodes: list[Node]) -> int:
+    """Bytes of all that ops make: at most what autograd keeps of them."""
+    return sum(_bytes(facts, n) for n in nodes if not is_view(n))
+
+
+def _bytes(facts: Facts, node: Node) -> int:
+    known = {**facts.values, facts.sequence: TOKENS}
+    sizes = ((t, sympy.Mul(*map(expression, t.shape))) for t in tensors_of(node))
+    return sum(in_numbers(size, known, unknown=2) * t.element_size() for t, size in sizes)
+
+
+def _stored(facts: Facts, order: list[Node], parts: list[list[Node]]) -> list[int]:
+    """Of each part but the last, the bytes that lie behind it and at no other border."""
+    places = list(itertools.accumulate(len(part) for part in parts[:-1]))
+    own = own_costs(list(lifetimes(facts, order)), places)
+    return [int(TOKENS * own[place]) for place in places]
+
+
+def _ends(made: list[int], stored: list[int], may_go: Sequence[bool], limit: float) -> tuple[list[int], int]:
+    """Where groups of parts end that make at most `limit` bytes, if the least is stored; and how much is."""
+    least, begins = [0], []  # to store for the parts before each one; where its group begins
+    for stop in range(1, len(made) + 1):
+        begin, together = stop - 1, made[stop - 1]
+        for start in range(stop - 2, -1, -1):
+            together += made[start]
+            if together > limit or not may_go[start]:
+                break
+            if least[start] < least[begin]:
+                begin = start
+        least.append(least[begin] + (stored[stop - 1] if stop < len(made) else 0))
+        begins.append(begin)
+    ends, stop = [], len(made)
+    while stop:
+        ends.append(stop)
+        stop = begins[stop - 1]
+    return ends[::-1], least[-1]
