@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import sympy
 from torch.fx import Node
 
-from ..graph.facts import Facts, expression, tensors_of
+from ..graph.facts import Facts, Segment, expression, tensors_of
 from ..graph.symbols import in_numbers
 from ..s2_prove.scores import is_view
 from .alive_bytes import alive_costs, lifetimes, own_costs
@@ -33,24 +33,21 @@ GROWTH = 1.25
 WIDER = 1.5
 
 
-def joined_parts(
-    facts: Facts, order: list[Node], parts: list[list[Node]], unchunked: Sequence[bool]
-) -> list[list[Node]]:
-    """The parts, with some of those side by side made one.
+def joined_parts(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> list[list[Node]]:
+    """The nodes of each segment, where some of those side by side are made one.
 
     Args:
         facts: of the graph.
         order: all streamed nodes, in graph order.
-        parts: of them, each of which is to be a segment.
-        unchunked: of each part, whether it runs unchunked because of an op.
+        pieces: segments that they can be cut into.
     """
-    may_go = _may_go(facts, order, parts, unchunked)
+    parts, may_go = [p.nodes for p in pieces], _may_go(facts, order, pieces)
     if not any(may_go):
         return parts
     made = [_made(facts, part) for part in parts]
     stored = _stored(facts, order, parts)
     # what a part holds that stays alone: a chunk, which is nothing beside the whole, or all of it
-    alone = [size if whole else 0 for size, whole in zip(made, unchunked, strict=True)]
+    alone = [size if piece.refused else 0 for size, piece in zip(made, pieces, strict=True)]
     best, least = list(range(1, len(parts) + 1)), float(sum(stored) + max(alone))
     limit = float(max(alone))
     while limit < GROWTH * sum(made):
@@ -64,15 +61,15 @@ def joined_parts(
     return [list(itertools.chain.from_iterable(parts[start:stop])) for start, stop in groups]
 
 
-def _may_go(
-    facts: Facts, order: list[Node], parts: list[list[Node]], unchunked: Sequence[bool]
-) -> list[bool]:
+def _may_go(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> list[bool]:
     """Of each part but the last, whether it may be one with the part behind it."""
     costs = alive_costs(lifetimes(facts, order), len(order))
-    alive = [costs[place] for place in itertools.accumulate((len(part) for part in parts), initial=0)]
-    widens = (after > WIDER * before for before, after in itertools.pairwise(alive))
-    pairs = zip(itertools.pairwise(unchunked), widens)  # noqa: B905  (one pair less than there are parts)
-    return [whole_behind and (whole or wider) for (whole, whole_behind), wider in pairs]
+    alive = [costs[place] for place in itertools.accumulate((len(p.nodes) for p in pieces), initial=0)]
+    found = []
+    for place, (piece, behind) in enumerate(itertools.pairwise(pieces)):
+        widens = piece.kind != "unchunked" and alive[place + 1] > WIDER * alive[place]
+        found.append(behind.refused is not None and (piece.refused is not None or widens))
+    return found
 
 
 def _made(facts: Facts, nodes: list[Node]) -> int:

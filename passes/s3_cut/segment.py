@@ -38,20 +38,21 @@ def segment(facts: Facts) -> Facts:
     cuts, epilogue_at = _cuts(facts, order)
     bounds = [0, *cuts, epilogue_at]
     facts.epilogue = order[epilogue_at:]
-    pieces = [order[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start]
-    unchunked = [_judged(facts, nodes).refused is not None for nodes in pieces]
+    parts = (order[start:stop] for start, stop in itertools.pairwise(bounds) if stop > start)
+    pieces = [_judged(facts, nodes) for nodes in parts]
+    if any(p.refused is not None for p in pieces):
+        pieces = [_judged(facts, nodes) for nodes in joined_parts(facts, order, pieces)]
     behind = RowsBehind(facts, order, lambda n: _is_stop(facts, n))
-    together = joined_parts(facts, order, pieces, unchunked)
-    for piece in itertools.chain.from_iterable(_parts(facts, behind, nodes) for nodes in together):
+    for piece in itertools.chain.from_iterable(_parts(facts, behind, piece) for piece in pieces):
         piece.index = len(facts.segments)
         facts.segments.append(piece)
     refuse_inner(facts)
     return facts
 
 
-def _parts(facts: Facts, behind: RowsBehind, nodes: list[Node]) -> list[Segment]:
+def _parts(facts: Facts, behind: RowsBehind, piece: Segment) -> list[Segment]:
     """A segment, or two if it runs unchunked and ends with rows: NOTE [rows behind an unchunked part]."""
-    piece = _judged(facts, nodes)
+    nodes = piece.nodes
     if piece.chunked or piece.refused is None:
         return [piece]
     before = behind.begin(nodes)
