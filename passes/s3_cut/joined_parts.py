@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from ..graph.facts import Facts, Segment, expression, tensors_of
 from ..graph.symbols import in_numbers
+from ..s2_prove.inner_outputs import shown
 from ..s2_prove.scores import is_view
 from .alive_bytes import alive_costs, lifetimes, own_costs
 
@@ -65,10 +66,11 @@ def _may_go(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> list[
     """Of each part but the last, whether it may be one with the part behind it."""
     costs = alive_costs(lifetimes(facts, order), len(order))
     alive = [costs[place] for place in itertools.accumulate((len(p.nodes) for p in pieces), initial=0)]
-    found = []
+    found, returned = [], shown(facts)  # NOTE [gradients of hidden states]: such a value ends its segment
     for place, (piece, behind) in enumerate(itertools.pairwise(pieces)):
         widens = piece.kind != "unchunked" and alive[place + 1] > WIDER * alive[place]
-        found.append(behind.refused is not None and (piece.refused is not None or widens))
+        both = behind.refused is not None and (piece.refused is not None or widens)
+        found.append(both and returned.isdisjoint(piece.nodes))
     return found
 
 

@@ -323,6 +323,23 @@ def test_parts_that_run_unchunked_become_one_where_that_holds_less(layers: int) 
         assert together[: layers - 1] == [3] * (layers - 1)
 
 
+def test_a_value_that_is_returned_still_ends_its_segment() -> None:
+    """Nobody has the gradient of a value inside of a segment; its cut stays."""
+
+    class Shown(OneLayer):
+        def forward(self, ids: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+            x, found = self.embed(ids), []
+            for _ in range(6):
+                found.append(centred(self.key(x)))
+                x = x + centred(self.query(centred(self.value(found[-1]))))
+            return self.head(x), *found
+
+    facts = facts_of(Shown(lambda m, x: x), torch.randint(0, 11, (2, 13)))
+    means = [sum(n.target is aten.mean.dim for n in s.nodes) for s in facts.segments]
+    together = [count for count in means if count]
+    assert together[:10] == [1, 2] * 5
+
+
 @pytest.mark.parametrize("layers, joined", [(1, False), (12, True)])
 def test_a_part_in_chunks_joins_what_reads_its_wide_values(layers: int, joined: bool) -> None:
     def body(m: OneLayer, x: Tensor) -> Tensor:
