@@ -170,6 +170,7 @@ def test_demo_command_to_the_end(capsys, config):
     assert "streamed, chunk 24" in shown and "96 tokens of random tokens" in shown
 
 
+@pytest.mark.slow
 def test_verify_prints_tables(capsys, config):
     argv = ["verify", config, "--seq-len", "67", "--batch-size", "2", "--chunk", "16", "--loss-chunk", "8"]
     assert main([*argv, "--dtype", "float64"]) == 0

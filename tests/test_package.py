@@ -68,6 +68,7 @@ def test_a_release_has_all_files_and_no_others(built, wheel, monkeypatch):
     release_check.check_contents(wheel, source)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_outside_the_checkout(wheel, tmp_path):
     target = tmp_path / "site"
     _run(

@@ -71,6 +71,7 @@ def test_parts_add_up_and_more_memory_buys_what_it_says(planner: Planner) -> Non
     assert 1 <= found.recompute_factor < 2
 
 
+@pytest.mark.slow
 def test_the_model_may_be_given_itself(folder: Path) -> None:
     model = model_on_meta(folder)
     found = streambp_fx.plan(model, seq_len=1000)
@@ -244,6 +245,7 @@ def test_what_memory_buys(folder: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_frontier_in_seconds_and_as_a_picture(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_accelerate_in_mixed_precision(capsys: Any) -> None:
     assert_same_losses(script("accelerate_loop", "accelerate"), capsys, 2e-3, mixed_precision="bf16")
 
 
+@pytest.mark.slow
 def test_accelerate_after_transform_stores_no_cache() -> None:
     """Its wrapper casts what the forward returns, and means nothing else by the arguments."""
     from accelerate import Accelerator

@@ -159,6 +159,7 @@ def test_modes_share_weights_and_batch_and_training_lowers_the_loss(config, tmp_
     assert largest_difference(files["eager"], files["checkpointing"]).relative < 1e-12
 
 
+@pytest.mark.slow
 def test_the_error_of_the_process_is_told(tmp_path):
     with pytest.raises(WorkerError, match="no such file or directory"):
         run_isolated(_spec(str(tmp_path / "missing")), "time")

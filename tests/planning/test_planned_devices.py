@@ -110,6 +110,7 @@ def test_what_each_device_holds(plans: dict[str, streambp_fx.Plan], model: torch
     assert plans["zero3"].optimizer_bytes == pytest.approx(3 * 2 * pieces, rel=0.01)
 
 
+@pytest.mark.slow
 def test_gathered_parameters_are_those_of_two_layers_and_the_rest(
     planners: dict[str, Planner], model: torch.nn.Module
 ) -> None:
@@ -127,6 +128,7 @@ def test_gathered_parameters_are_those_of_two_layers_and_the_rest(
     assert most["zero3"] == max(2 * layer, layer + ends, 2 * ends + 64 * 2), "and the next one on its way"
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_counts_them(planners: dict[str, Planner]) -> None:
     for name in ("fsdp2", "ddp", "zero3"):
         planner = planners[name]

@@ -44,6 +44,7 @@ def moved(model: torch.nn.Module, tokens: int, **options: Any) -> Transfers:
     return transfers(found.cost, found.cost.sizes(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"every": 2}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"save": "attention"}))]
 )
@@ -72,6 +73,7 @@ def test_what_is_kept_goes_and_comes_back_once(
     assert sum(out) == expected.out > 0 and sum(back) == expected.back
 
 
+@pytest.mark.slow
 def test_rows_come_for_each_program_that_reads_them(model: torch.nn.Module) -> None:
     """Those of the embedding and of each layer leave once, and their gradients; that of the loss is scaled.
 

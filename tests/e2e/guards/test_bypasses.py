@@ -129,6 +129,7 @@ def test_where_it_may_not_end_there_is_an_error_and_no_warning() -> None:
         call(**BATCH)
 
 
+@pytest.mark.slow
 def test_other_compilers_are_not_spoken_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", StreamBPWarning)
@@ -243,6 +244,7 @@ def test_an_export_is_of_the_models_own_forward(strict: bool) -> None:
     assert status(model).streamed
 
 
+@pytest.mark.slow
 def test_its_own_backend_takes_a_transformed_model_into_its_graph() -> None:
     model = tiny()
     train(torch.compile(model, backend="streambp", options=OPTIONS))
@@ -250,6 +252,7 @@ def test_its_own_backend_takes_a_transformed_model_into_its_graph() -> None:
     assert found.streamed and found.streamed_steps == 2 and streambp_fx.schedule(model) is found.schedule
 
 
+@pytest.mark.slow
 def test_a_graph_that_serves_two_models_is_found_by_both() -> None:
     """Dynamo compiles one graph for models of one class and one size."""
     models = [build("llama", num_hidden_layers=1, seed=seed) for seed in range(2)]
@@ -365,6 +368,7 @@ def test_warnings_name_the_line_of_the_user(door: str) -> None:
     assert said.filename == __file__, said
 
 
+@pytest.mark.slow
 def test_hidden_states_are_asked_for() -> None:
     model = tiny()
     train(model, 1)
@@ -465,6 +469,7 @@ def test_status_after_it_was_restored() -> None:
     assert status(model).streamed_steps == 0 and status(model).door == "transform"
 
 
+@pytest.mark.slow
 def test_a_forward_that_was_put_over_it() -> None:
     """The backbone streams, the loss head does not: the status says so."""
     model = tiny()

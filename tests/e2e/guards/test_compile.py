@@ -186,6 +186,7 @@ def test_a_float_that_changes(analysed: list[Any]) -> None:
     assert len(analysed) == 2
 
 
+@pytest.mark.slow
 def test_tokens_and_labels_of_one_input(analysed: list[Any]) -> None:
     """The sequence that is streamed is a token shorter than the input."""
     eager = build("llama")

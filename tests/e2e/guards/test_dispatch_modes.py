@@ -63,6 +63,7 @@ def test_a_mode_that_changes_ops_runs_unstreamed(first: bool) -> None:
     assert status(model).unstreamed_steps == 1 and status(model).streamed_steps == 2 - first
 
 
+@pytest.mark.slow
 def test_a_mode_that_observes_is_streamed() -> None:
     with in_double(lambda: build("llama")):
         eager = build("llama", num_hidden_layers=1)

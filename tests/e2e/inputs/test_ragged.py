@@ -226,6 +226,7 @@ def test_gradient_of_padding_is_refused(both: Any) -> None:
         (output.loss + output.logits.square().sum()).backward()
 
 
+@pytest.mark.slow
 def test_with_logits_kept_all_is_run(rows_run: Counter) -> None:
     eager = build("llama")
     options = {"chunk": 16, "loss_chunk": 8, "logits": "keep"}

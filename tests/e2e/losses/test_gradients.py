@@ -398,6 +398,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         yield count
 
 
+@pytest.mark.slow
 def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with compilations(monkeypatch) as count:
         torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))

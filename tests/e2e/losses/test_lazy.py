@@ -190,6 +190,7 @@ def test_a_small_vocabulary_is_changed_in_place() -> None:
     exact(Small, run, "compile")
 
 
+@pytest.mark.slow
 def test_an_autograd_function_of_the_user(pair: Pair) -> None:
     """It does not go through Python's dispatch of subclasses; its gradient must arrive all the same."""
 

@@ -112,6 +112,7 @@ def test_exact(family: str, objective: Objective) -> None:
         assert not left, f"{left}\n{schedule}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", sample([dpo, grpo, distillation], dpo), ids=lambda f: f.__name__)
 def test_no_logits_are_stored(objective: Objective) -> None:
     """No tensor of sequence times vocabulary; eager has one."""
@@ -130,6 +131,7 @@ def test_no_logits_are_stored(objective: Objective) -> None:
     assert 0 < live_bytes_compiled(lambda: call(ids, weight), known).widest < bound
 
 
+@pytest.mark.slow
 def test_inputs_with_a_row_for_each_prediction() -> None:
     """Old log-probabilities and a mask are shorter than the tokens by one; other lengths compile nothing."""
     torch._dynamo.reset()

@@ -98,6 +98,7 @@ def test_steps_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, tied: bo
             assert one.grad.untyped_storage().nbytes() == one.grad.nbytes, (step, name)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_asked_for_is_the_same() -> None:
     """`torch.autograd.grad` where the parameters have gradients: those stay as they are."""
     model = build("llama").to(torch.bfloat16)

@@ -124,6 +124,7 @@ class _Scaled(nn.Module):
         return self.inner(inputs_embeds=embedded + added, labels=labels)
 
 
+@pytest.mark.slow
 def test_views_of_buffers_are_the_caller_s() -> None:
     model = _Scaled()
     streambp_fx.transform(model, chunk=16)
@@ -164,6 +165,7 @@ def test_flops_are_those_that_pytorch_counts() -> None:
     assert ours - causal == sum(counted.values()) - attention
 
 
+@pytest.mark.slow
 def test_segments_say_what_they_cost() -> None:
     model, chunk = _model("llama")
     found = streambp_fx.explain(model, 512, batch_size=2, chunk=chunk, loss_chunk=48)

@@ -67,6 +67,7 @@ def test_as_near_as_on_a_cpu(
     assert total_error([(got, on_cpu)]) < 0.1 * total_error([(got, want)])
 
 
+@pytest.mark.slow
 def test_under_autocast(monkeypatch: pytest.MonkeyPatch, calls: list) -> None:
     """The gradient of a float32 weight whose product is in half precision: no rounding in between."""
     monkeypatch.setattr(accumulate, "adds_in_float32", takes_all)
@@ -82,6 +83,7 @@ def test_under_autocast(monkeypatch: pytest.MonkeyPatch, calls: list) -> None:
     assert calls and found[1] <= 1.05 * found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "hidden", "accumulate", "expected"),
     sample(

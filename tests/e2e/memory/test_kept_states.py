@@ -95,6 +95,7 @@ class Moved(nn.Module):
         return CausalLMOutput(loss=loss)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     "saved",
@@ -169,6 +170,7 @@ def kept_in(chunk: int, tokens: int = 1024) -> tuple[Any, bool]:
     return planned, bool(programs_of(planned, "forward"))
 
 
+@pytest.mark.slow
 def test_small_ones_are_kept() -> None:
     """The longer a chunk is, the fewer there are; the plan says so for each length."""
     assert [kept_in(chunk)[1] for chunk in (16, 512)] == [False, True]

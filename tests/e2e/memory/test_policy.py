@@ -216,6 +216,7 @@ def test_trained_parameters_are_those_that_were_chosen() -> None:
         check_exact(frozen, {"T=67": plain(2, 67)}, **policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", sample([3, 4, 5], 3))
 @pytest.mark.parametrize("shown", sample([1, 2, 3], 2))
 def test_a_hidden_state_that_is_returned_from_within_a_group(every: int, shown: int) -> None:
@@ -352,6 +353,7 @@ def test_bad_options(name: str, value: Any) -> None:
     assert "forward" not in vars(model)
 
 
+@pytest.mark.slow
 def test_memory_alone_leaves_the_policy_to_be_chosen() -> None:
     """And what is given beside it is kept."""
     chosen = streambp_fx.Options(memory="1GiB")

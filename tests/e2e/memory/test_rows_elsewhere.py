@@ -105,6 +105,7 @@ def test_what_others_read_stays() -> None:
     assert 1 <= len({n for n in elsewhere(model) if "grad" not in n}) <= 3, elsewhere(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", sample([1.0, -2.5], -2.5))
 def test_loss_times_a_number_and_a_graph_that_is_kept(scale: float) -> None:
     """The gradient that the head has made is scaled where it lies."""
@@ -115,6 +116,7 @@ def test_loss_times_a_number_and_a_graph_that_is_kept(scale: float) -> None:
         assert_close_grads(got, wanted, 1e-9)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     """The files are gone with the step: after a backward, and where there is none."""
     model = build("llama")
@@ -169,6 +171,7 @@ def test_pages_are_given_back() -> None:
     assert not rows_elsewhere.is_elsewhere(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", sample([200, 333], 333))
 def test_predicted_peak(tokens: int) -> None:
     """Less than with what is kept on disk alone, and the states of one layer count."""
@@ -185,6 +188,7 @@ def test_predicted_peak(tokens: int) -> None:
     assert there == 4 * all_rows, "of the embedding and of each layer"
 
 
+@pytest.mark.slow
 def test_a_prefix_is_differentiated_in_pieces() -> None:
     """A chunk's gradients of keys and values are smaller than all of them; elsewhere they are not."""
     model = build("llama", dtype=torch.bfloat16, hidden_size=64, num_hidden_layers=3)

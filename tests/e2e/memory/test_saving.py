@@ -87,6 +87,7 @@ def test_as_much_is_saved_as_there_is_memory_for(body: str) -> None:
     assert work == sorted(work, reverse=True) and work[0] > work[1] > work[2], work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sample(["llama", "gemma3_text"], "llama"))
 def test_the_peak_is_as_predicted_and_within_the_budget(family: str) -> None:
     def streamed(**options: Any) -> tuple[Any, Any]:

@@ -49,6 +49,7 @@ def test_autograd_runs_the_program(
     assert set(each.values()) == {-(-TOKENS // CHUNK)} and len({s for s, _ in each}) == layers + 1
 
 
+@pytest.mark.slow
 def test_the_step_is_shown() -> None:
     model = streambp_fx.transform(build("llama"), chunk=CHUNK, check="never")
     model(**plain(2, TOKENS)).loss.backward()

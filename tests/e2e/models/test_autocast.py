@@ -92,6 +92,7 @@ def test_float16(scale: float) -> None:
     assert 0 < ours <= 1.1 * theirs, f"{ours:.4e} against eager's {theirs:.4e}"
 
 
+@pytest.mark.slow
 def test_bfloat16_is_nearly_bitwise_where_nothing_is_summed_apart() -> None:
     """One chunk holds everything: what is left is the order of sums in float32."""
     eager = build("llama", dtype=torch.float32)

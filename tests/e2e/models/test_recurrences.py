@@ -128,6 +128,7 @@ def test_the_peak_is_predicted(family: str) -> None:
     assert peak_live_bytes(run, known) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["mamba2", "qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.slow)]
 )

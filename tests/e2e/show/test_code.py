@@ -192,6 +192,7 @@ def test_weights_need_not_exist() -> None:
     assert_close_grads(gradients, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_random_numbers_come_from_the_seed() -> None:
     model = build("llama", num_hidden_layers=1, attention_dropout=0.3)
     code = streambp_fx.explain(model, seq_len=37, batch_size=2, **SMALL).code()

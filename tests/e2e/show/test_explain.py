@@ -131,6 +131,7 @@ def test_more_tokens_than_learned_positions(family: str) -> None:
     streambp_fx.explain(rotary, rotary.config.max_position_embeddings + 1)
 
 
+@pytest.mark.slow
 def test_a_classifier_of_sequences() -> None:
     """One label a sequence, and not one a token."""
     config = build("llama").config

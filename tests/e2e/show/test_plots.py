@@ -65,6 +65,7 @@ def test_the_picture(schedule: streambp_fx.Schedule, tmp_path: Path, monkeypatch
     assert all(readable(p) in word for p, word in zip(peaks, words, strict=True))
 
 
+@pytest.mark.slow
 def test_parts_of_the_step_follow_each_other(schedule: streambp_fx.Schedule) -> None:
     memory = StepMemory.of(schedule)
     assert StepMemory.of(schedule) is memory, "made once"
@@ -134,6 +135,7 @@ def test_a_graph_that_runs_unstreamed() -> None:
         StepMemory.of(nothing)
 
 
+@pytest.mark.slow
 def test_the_command_line(
     capsys: pytest.CaptureFixture[str],
     config: str,

@@ -132,6 +132,7 @@ def parse(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
     return nodes, edges
 
 
+@pytest.mark.slow
 def test_segment_graph() -> None:
     schedule = streambp_fx.explain(build("llama"), seq_len=64, batch_size=2, chunk=16)
     nodes, edges = parse(schedule.to_dot())

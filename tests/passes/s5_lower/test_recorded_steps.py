@@ -98,6 +98,7 @@ def test_a_step_runs_it_three_times_a_chunk(monkeypatch: pytest.MonkeyPatch, rec
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_twice_where_its_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the first layer, which is run again together with the table in front of it."""
     torch.manual_seed(0)
