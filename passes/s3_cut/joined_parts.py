@@ -49,14 +49,16 @@ def joined_parts(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> 
     stored = _stored(facts, order, parts)
     # what a part holds that stays alone: a chunk, which is nothing beside the whole, or all of it
     alone = [size if piece.refused else 0 for size, piece in zip(made, pieces, strict=True)]
-    best, least = list(range(1, len(parts) + 1)), float(sum(stored) + max(alone))
-    limit = float(max(alone))
-    while limit < GROWTH * sum(made):
+    best, least = list(range(1, len(parts) + 1)), sum(stored) + max(alone)
+    limit = max(1.0, *alone)
+    while True:
         ends, between = _ends(made, stored, may_go, limit)
         groups = itertools.pairwise([0, *ends])
         largest = max(sum(made[a:b]) if b - a > 1 else alone[a] for a, b in groups)
         if between + largest < least:
             best, least = ends, between + largest
+        if limit >= sum(made):
+            break
         limit *= GROWTH
     groups = itertools.pairwise([0, *best])
     return [list(itertools.chain.from_iterable(parts[start:stop])) for start, stop in groups]
@@ -85,16 +87,18 @@ def _bytes(facts: Facts, node: Node) -> int:
     return sum(in_numbers(size, known, unknown=2) * t.element_size() for t, size in sizes)
 
 
-def _stored(facts: Facts, order: list[Node], parts: list[list[Node]]) -> list[int]:
+def _stored(facts: Facts, order: list[Node], parts: list[list[Node]]) -> list[float]:
     """Of each part but the last, the bytes that lie behind it and at no other border."""
     places = list(itertools.accumulate(len(part) for part in parts[:-1]))
     own = own_costs(list(lifetimes(facts, order)), places)
-    return [int(TOKENS * own[place]) for place in places]
+    return [TOKENS * own[place] for place in places]
 
 
-def _ends(made: list[int], stored: list[int], may_go: Sequence[bool], limit: float) -> tuple[list[int], int]:
+def _ends(
+    made: list[int], stored: list[float], may_go: Sequence[bool], limit: float
+) -> tuple[list[int], float]:
     """Where groups of parts end that make at most `limit` bytes, if the least is stored; and how much is."""
-    least, begins = [0], []  # to store for the parts before each one; where its group begins
+    least, begins = [0.0], []  # to store for the parts before each one; where its group begins
     for stop in range(1, len(made) + 1):
         begin, together = stop - 1, made[stop - 1]
         for start in range(stop - 2, -1, -1):

@@ -323,6 +323,12 @@ def test_parts_that_run_unchunked_become_one_where_that_holds_less(layers: int) 
         assert together[: layers - 1] == [3] * (layers - 1)
 
 
+def test_parts_that_make_next_to_nothing_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streambp_fx.passes.s3_cut.joined_parts._made", lambda facts, nodes: 0)
+    segments = one_layer(lambda m, x: centred(m.query(centred(x)))).segments
+    assert [sum(n.target is aten.mean.dim for n in s.nodes) for s in segments if s.refused] == [2]
+
+
 def test_a_value_that_is_returned_still_ends_its_segment() -> None:
     """Nobody has the gradient of a value inside of a segment; its cut stays."""
 
