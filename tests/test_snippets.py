@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -17,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
+from benchmarks.cases import BATCH, CASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/guide.md", "docs/trainers.md")
@@ -123,6 +127,34 @@ def test_commands_can_be_typed() -> None:
             assert all((ROOT / s).is_file() for s in scripts), (page, line)
     assert {p for _, line in commands for p in [line.split(" ")[0]]} == set(PROGRAMS)
     assert sum(line.startswith("streambp-fx") for _, line in commands) >= 8
+
+
+class Taken(Exception):
+    """Arguments were taken apart, and nothing was run."""
+
+
+@pytest.mark.parametrize(
+    "line", sorted({c for _, c in typed() if re.match(r"make bench|python -m benchmarks\.", c)})
+)
+def test_benchmarks_take_their_arguments(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[argparse.Namespace] = []
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: argparse.ArgumentParser, *given: Any) -> Any:
+        taken.append(parse(self, *given))
+        raise Taken
+
+    program, *given = shlex.split(line)
+    if program == "make":
+        name, arguments = "benchmarks", shlex.split(given[1].removeprefix("ARGS=") if given[1:] else "")
+    else:
+        name, arguments = given[1], given[2:]
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(Taken):
+        runpy.run_module(name, run_name="__main__")
+    cases = getattr(taken[0], "case", None) or []
+    assert ({cases} if isinstance(cases, str) else set(cases)) <= {*CASES, BATCH}
 
 
 @pytest.mark.slow
