@@ -42,11 +42,15 @@ def joined_parts(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> 
         order: all streamed nodes, in graph order.
         pieces: segments that they can be cut into.
     """
-    parts, may_go = [p.nodes for p in pieces], _may_go(facts, order, pieces)
+    parts, lives = [p.nodes for p in pieces], list(lifetimes(facts, order))
+    borders = list(itertools.accumulate((len(part) for part in parts), initial=0))
+    alive = alive_costs(lives, len(order))
+    may_go = _may_go(facts, pieces, [alive[border] for border in borders])
     if not any(may_go):
         return parts
     made = [_made(facts, part) for part in parts]
-    stored = _stored(facts, order, parts)
+    own = own_costs(lives, borders[1:-1])  # what lies at a border and at no other one
+    stored = [TOKENS * own[border] for border in borders[1:-1]]
     # what a part holds that stays alone: a chunk, which is nothing beside the whole, or all of it
     alone = [size if piece.refused else 0 for size, piece in zip(made, pieces, strict=True)]
     best, least = list(range(1, len(parts) + 1)), sum(stored) + max(alone)
@@ -64,10 +68,8 @@ def joined_parts(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> 
     return [list(itertools.chain.from_iterable(parts[start:stop])) for start, stop in groups]
 
 
-def _may_go(facts: Facts, order: list[Node], pieces: Sequence[Segment]) -> list[bool]:
-    """Of each part but the last, whether it may be one with the part behind it."""
-    costs = alive_costs(lifetimes(facts, order), len(order))
-    alive = [costs[place] for place in itertools.accumulate((len(p.nodes) for p in pieces), initial=0)]
+def _may_go(facts: Facts, pieces: Sequence[Segment], alive: list[float]) -> list[bool]:
+    """Of each part but the last, whether it may be one with the next; `alive` bytes lie before each."""
     found, returned = [], shown(facts)  # NOTE [gradients of hidden states]: such a value ends its segment
     for place, (piece, behind) in enumerate(itertools.pairwise(pieces)):
         widens = piece.kind != "unchunked" and alive[place + 1] > WIDER * alive[place]
@@ -85,13 +87,6 @@ def _bytes(facts: Facts, node: Node) -> int:
     known = {**facts.values, facts.sequence: TOKENS}
     sizes = ((t, sympy.Mul(*map(expression, t.shape))) for t in tensors_of(node))
     return sum(in_numbers(size, known, unknown=2) * t.element_size() for t, size in sizes)
-
-
-def _stored(facts: Facts, order: list[Node], parts: list[list[Node]]) -> list[float]:
-    """Of each part but the last, the bytes that lie behind it and at no other border."""
-    places = list(itertools.accumulate(len(part) for part in parts[:-1]))
-    own = own_costs(list(lifetimes(facts, order)), places)
-    return [TOKENS * own[place] for place in places]
 
 
 def _ends(

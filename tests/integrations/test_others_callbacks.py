@@ -63,8 +63,8 @@ def test_averages_are_those_of_the_unstreamed_run(how: str, tmp_path: Path) -> N
     states = {}
     for kind in (None, how):
         callback = bema()
-        factory = lambda: build().double()  # noqa: E731
-        train(with_callback(sft, lambda c=callback: c), factory, tmp_path / str(kind), kind)
+        make = with_callback(sft, lambda c=callback: c)
+        train(make, lambda: build().double(), tmp_path / str(kind), kind)
         states[kind] = callback.running_model.state_dict()
     assert states[how].keys() == states[None].keys()
     for key, value in states[None].items():

@@ -332,7 +332,8 @@ def _shows_moments(page: Any, schedule: streambp_fx.Schedule) -> None:
         page.keyboard.press(key)
         centre = cursor.bounding_box()["x"]
         track = slider.bounding_box()
-        thumb = track["x"] + 8 + (track["width"] - 16) * int(slider.input_value()) / 1000
+        share = int(slider.input_value()) / int(slider.get_attribute("max"))
+        thumb = track["x"] + 8 + (track["width"] - 16) * share
         assert abs(thumb - centre) < 3, key
     assert page.locator("#tooltip").get_attribute("data-moment") == str(len(starts) - 1)
     page.keyboard.press("Escape")
