@@ -40,7 +40,8 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_blame, "OPTIONAL", ["reorder"])
 
 
-@pytest.mark.parametrize("check", [pytest.param("first", marks=pytest.mark.slow), "never"])
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["first", "never"])
 @pytest.mark.usefixtures("few_passes")
 def test_a_failure_names_the_pass_to_blame(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
     """Whether the self-check finds it, or the comparison of gradients: a pass over programs that is wrong."""

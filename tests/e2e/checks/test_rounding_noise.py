@@ -68,6 +68,7 @@ def test_products_that_are_rougher_where_they_have_few_rows() -> None:
     assert status == "agrees" and rough > 1e-4
 
 
+@pytest.mark.slow
 def test_there_a_wrong_step_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What such products make does not hide what is wrong."""
     silu = aten.silu.default
@@ -76,6 +77,7 @@ def test_there_a_wrong_step_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
         assert step_on(True)[0] == "differs"
 
 
+@pytest.mark.slow
 def test_without_such_products_it_would_be_a_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(FewRows, "__torch_dispatch__", lambda self, f, t, a=(), k=None: f(*a, **(k or {})))

@@ -83,6 +83,7 @@ def test_lengths_in_a_row(family: str, analysed: list[Any]) -> None:
     assert not left, left
 
 
+@pytest.mark.slow
 def test_a_mask_and_a_batch_as_long_as_the_sequence(analysed: list[Any]) -> None:
     eager = build("llama")
     model = copy.deepcopy(eager)

@@ -120,6 +120,7 @@ def test_a_rule_that_fails_makes_a_region_whole(monkeypatch: pytest.MonkeyPatch)
     assert_close_grads(grads(model), grads(eager), 1e-9)
 
 
+@pytest.mark.slow
 def test_one_line_a_pass(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "streambp_fx.passes"):
         torch.compile(build("llama"), backend="streambp", options=OPTIONS)(**plain(2, 37))

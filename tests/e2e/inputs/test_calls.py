@@ -319,7 +319,7 @@ def part(output: Any, name: str) -> Any:
     return getattr(output, name) if hasattr(output, name) else output[name]
 
 
-@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("kind", sample(OUTPUTS, *list(OUTPUTS)[::3]))
 def test_outputs_without_logits_are_what_they_are(kind: str) -> None:
     eager = Labelled(OUTPUTS[kind])
     model = streambp_fx.transform(copy.deepcopy(eager), **OPTIONS)

@@ -207,6 +207,7 @@ def test_inputs_without_values(door: Callable[[Any], Any], name: str) -> None:
         door(small())(**batch(**{name: IDS.to("meta")}))
 
 
+@pytest.mark.slow
 def test_a_good_step_after_a_bad_one_is_streamed() -> None:
     model = streambp_fx.transform(small(), chunk=16, check="never")
     raised(model, REFUSED["labels too short"].batch)
@@ -328,6 +329,7 @@ def test_weights_without_values() -> None:
         model(**batch())
 
 
+@pytest.mark.slow
 def test_fewer_positions_than_tokens() -> None:
     from transformers import BertConfig, BertLMHeadModel
 

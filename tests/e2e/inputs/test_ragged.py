@@ -115,6 +115,7 @@ def test_what_is_not_run(rows_run: Counter) -> None:
         assert least - len(lengths) <= rows_run["loss"] <= sum(up(n, LOSS_CHUNK) + 1 for n in lengths)
 
 
+@pytest.mark.slow
 def test_padding_at_random(rows_run: Counter) -> None:
     """A model that draws random numbers runs all samples together, as far as the longest."""
     model = transform(build("gpt2", resid_pdrop=0.1), check="never")
@@ -172,6 +173,7 @@ def test_a_mask_of_padding_behind_what_counts_is_not_needed(
     assert masked == {bool(options)}
 
 
+@pytest.mark.slow
 def test_a_mask_is_needed_where_samples_are_not_known_to_be_independent(
     masked: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_logits_that_are_differentiated(both: Any) -> None:
     assert_close_grads(grads(model._orig_mod), grads(eager), 1e-6)
 
 
+@pytest.mark.slow
 def test_gradient_of_padding_is_refused(both: Any) -> None:
     """Never a gradient that is silently missing."""
     _, model, batch = both
@@ -306,7 +309,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("name", sample(MIXES, "the first", "counted", "numbered", "weighed by the others"))
+@pytest.mark.parametrize("name", sample(MIXES, "the first", "weighed by the others"))
 def test_samples_that_see_each_other(name: str, rows_run: Counter) -> None:
     """What is not proved is run together; the gradient is right in any case."""
     mix, independent = MIXES[name]
@@ -405,6 +408,7 @@ class Numbered(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.slow
 def test_values_of_samples_have_their_own_gradients(rows_run: Counter) -> None:
     """A sum over the chunks of some samples goes to those alone."""
     torch.manual_seed(0)

@@ -251,6 +251,7 @@ def test_keep_stores_them() -> None:
     pair.check_grads()
 
 
+@pytest.mark.slow
 def test_drop_leaves_none() -> None:
     want, got = (pair := Pair(logits="drop")).outputs()
     want.loss.backward()

@@ -62,7 +62,7 @@ def test_predicted_peak_is_what_is_live(family: str) -> None:
             assert bound == pytest.approx(predicted, rel=0.02)
 
 
-@pytest.mark.parametrize("tied", sample([False, True], True))
+@pytest.mark.parametrize("tied", sample([False, True]))
 def test_rounding_a_wide_sum_is_counted(tied: bool) -> None:
     """A vocabulary so wide that the head's sum in float32 is most of what is held.
 
@@ -100,6 +100,7 @@ def test_predicted_peak_of_the_unstreamed_step(checkpointing: bool) -> None:
     assert max(m.total for m in moments) == pytest.approx(held, rel=0.08)
 
 
+@pytest.mark.slow
 def test_the_batch_size_is_a_symbol_and_the_peak_is_linear_in_the_length() -> None:
     model, chunk = _model("llama")
     found = streambp_fx.explain(model, 512, batch_size=2, chunk=chunk)

@@ -286,6 +286,7 @@ def gone(store: weakref.ref[Any], seconds: float = 10.0) -> bool:
     return store() is None
 
 
+@pytest.mark.slow
 def test_disk_file_is_gone_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the backward, although the loss is still held; and with the loss, if there is no backward."""
     stores: list[weakref.ref[Any]] = []
@@ -325,6 +326,7 @@ def test_what_is_changed_in_place_before_the_backward_is_an_error(what: str) -> 
         loss.backward()
 
 
+@pytest.mark.slow
 def test_no_room_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")

@@ -136,6 +136,7 @@ def test_nothing_is_left_behind() -> None:
     assert not rows_elsewhere._files
 
 
+@pytest.mark.slow
 def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before anything is written: a page without room would end the process."""
 

@@ -307,7 +307,7 @@ class Penalised(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), *shown
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("scale", sample([1.0, 0.5], 0.5))
 @pytest.mark.parametrize("place", ["layers", "states", "logits", "beside"])
 @pytest.mark.parametrize("name", sample(NOT_LINEAR, "Regularised"))
 @pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")

@@ -89,7 +89,7 @@ def test_one_sample(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sample(FAMILIES, "falcon"))
+@pytest.mark.parametrize("family", sample(FAMILIES))
 def test_float32(family: str) -> None:
     factory = functools.partial(build, family, dtype=torch.float32)
     batches = {"T=67": plain(2, 67), "T=97": plain(2, VOCAB)}

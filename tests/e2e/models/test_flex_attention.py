@@ -185,6 +185,7 @@ def test_streamed_whole(case: str) -> None:
     assert len(schedules_of(streamed)) == 1, "one program for all lengths"
 
 
+@pytest.mark.slow
 def test_sizes_that_are_equal() -> None:
     """The length is also that of a head, and of the batch, and that of a chunk."""
     batches = {"33": {"input_ids": ids(33, 33)}, "8": {"input_ids": ids(8, 8)}}

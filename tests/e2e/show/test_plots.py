@@ -82,6 +82,7 @@ def test_parts_of_the_step_follow_each_other(schedule: streambp_fx.Schedule) -> 
     assert TOKENS in memory.peak_expression("streamed").free_symbols
 
 
+@pytest.mark.slow
 def test_another_length_has_its_own_memory(schedule: streambp_fx.Schedule) -> None:
     longer = StepMemory.of(schedule.for_length(400))
     assert longer.sizes.tokens == 400 and StepMemory.of(schedule).sizes.tokens == 200
