@@ -26,7 +26,7 @@ from .dynamo import each_frame
 from .dynamo.hooks import IN_FORWARD_MODE, MAY_CHANGE, Hooks, hook_on_saved_tensors, is_forward_mode
 from .dynamo.messages import LOGGERS, SKIPPED, in_plain_words, switched_off
 from .dynamo.this_backend import beside_the_trace, is_traced_for_export, is_traced_for_us
-from .errors import CaptureError, CompileError, warn
+from .errors import CaptureError, CompileError, StreamBPError, warn
 from .forwards.lower import Lower, NotStreamed, lowered, stream
 from .forwards.unstreamed_steps import UnstreamedSteps, all_forwards, resting, said_while_traced
 from .models.adapters import lengthens_sequence, prepare_tracing
@@ -297,6 +297,7 @@ class StreamedForward(UnstreamedSteps):
             recompile_limit=each_frame.RECOMPILE_LIMIT,
             optimize_ddp=False,  # it would cut the graph where a bucket ends
         )
+        runs = self._runs
         try:
             with ignoring(LOGGERS), settings, self._first_announced(), collector_kept():
                 output = rebuilt(*self._compiled(given.positional, given.keywords, widths))
@@ -307,6 +308,12 @@ class StreamedForward(UnstreamedSteps):
                 getattr(error, "inner_exception", None), CompileError
             ):
                 raise getattr(error, "inner_exception", cause) from error
+            raise CaptureError(in_plain_words(self.model, error)) from error
+        except (StreamBPError, FailOnRecompileLimitHit, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self._runs != runs:
+                raise  # of a step that runs
             raise CaptureError(in_plain_words(self.model, error)) from error
 
     def _first_announced(self) -> contextlib.AbstractContextManager[None]:

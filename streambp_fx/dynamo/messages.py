@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,13 @@ LOGGERS = _loggers()
 
 def reason_and_line(error: BaseException) -> tuple[str, str]:
     """Dynamo's reason without its logs, and the line of the source where it stopped."""
-    text = str(error).split("Developer debug context")[0].split("Set TORCH")[0]
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    code = [k for k, line in enumerate(lines) if line.strip().startswith("File ")]
-    where = "\n".join(lines[code[-1] : code[-1] + 2]) if code else ""
+    text, _, stack_of_user = str(error).partition("User Stack (most recent call last):")
+    text = re.split("Developer debug context|Set TORCH|For more information, run with TORCH_LOGS", text)[0]
+    lines, placed = (
+        [line.rstrip() for line in t.splitlines() if line.strip()] for t in (text, stack_of_user or text)
+    )
+    code = [k for k, line in enumerate(placed) if line.strip().startswith("File ")]
+    where = "\n".join(placed[code[-1] : code[-1] + 2]) if code else ""
     stack = getattr(error, "real_stack", None)
     if stack:
         frame = stack[-1]

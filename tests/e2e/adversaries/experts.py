@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  (registers a grouped product that takes float64)
-from e2e_adversary import PARTLY, STREAMED, WARNED, Cases
+from e2e_adversary import PARTLY, REFUSED, STREAMED, WARNED, Cases
 from e2e_subject import WIDTH, Subject
 from torch import Tensor, nn
 
@@ -334,3 +334,17 @@ def balance(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     aux = EXPERTS * (share * m.router(flat).softmax(-1).mean(0)).sum()
     z = m.router(flat).logsumexp(-1).square().mean()
     return F.cross_entropy(m.head(y).flatten(0, 1), ids.flatten()) + 0.1 * aux + 0.01 * z
+
+
+# ---- how many rows an expert has is asked of the data, which no graph can
+
+
+@CASES.block({"compile": WARNED, "transform": REFUSED}, parts)
+def split_by_counts_that_are_read(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    keys = chosen.reshape(-1)
+    order = keys.argsort()
+    rows = flat[order // TOP].split(torch.bincount(keys, minlength=EXPERTS).tolist())
+    y = torch.cat([own(part) for own, part in zip(m.experts, rows, strict=True)])
+    back = torch.empty_like(y).index_copy(0, order, y).view(-1, TOP, WIDTH)
+    return x + (back * weights.unsqueeze(-1)).sum(1).view_as(x)
