@@ -39,6 +39,7 @@ from .s1_capture import (  # noqa: F401  (register their rewrites)
 from .s1_capture.autocast import autocast
 from .s1_capture.capture import capture
 from .s1_capture.normalize import normalize
+from .s1_capture.selected_rows.grouping import row_selections
 from .s2_prove.axes import axes, check_sequence
 from .s2_prove.footprints import footprints
 from .s2_prove.trained_bias import trained_bias
@@ -89,6 +90,12 @@ PASSES: tuple[GraphPass, ...] = (
         "trained_bias",
         "a trained bias of rows and columns is made by each attention that reads it",
         lambda graph, _: trained_bias(graph),
+        needs=("normal form",),
+    ),
+    Pass(
+        "row_selections",
+        "ops on rows that are selected by their values, up to where they are put back, as one op",
+        lambda graph, _: row_selections(graph),
         needs=("normal form",),
     ),
     Pass(

@@ -93,6 +93,8 @@ class LocalValue:
         base: the axis of the rows that were counted, were sorted, or are pointed at.
         keys: the value that was counted or sorted.
         sorted_axis: of the rows in their order; not of counts and ends.
+        selected: rows may be missing among them, see NOTE [selected rows] in `s1_capture.selected_rows.op`.
+        distinct: none is there twice; of rows that are sorted it is asked by `covers`.
     """
 
     kind: Local
@@ -100,11 +102,14 @@ class LocalValue:
     base: Axis
     keys: Node
     sorted_axis: Axis = Axis()
+    selected: bool = False
+    distinct: bool = False
 
     @property
     def covers(self) -> bool:
         """True if positions name each of the rows that they point at exactly once."""
-        return self.order is not None and replace(self.base, order=self.order) == self.sorted_axis
+        same = self.order is not None and replace(self.base, order=self.order) == self.sorted_axis
+        return same and not self.selected
 
 
 ROW_AXIS = Axis()

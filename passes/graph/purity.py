@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from .autograd_functions import CustomFunction
 from .determinism import is_deterministic
 from .functionalization import changes_something, drops_nothing
 from .op_arguments import arguments, sdpa_arguments
@@ -17,9 +16,9 @@ def is_random(node: Node) -> bool:
     Of PyTorch's own ops a tag says that one may, and its arguments that it does. An op of another package
     draws none if it has a rule, or is known to be a function of its operands.
     """
-    if isinstance(node.target, CustomFunction):
-        return node.target.draws
-    if not isinstance(node.target, torch._ops.OpOverload) or is_deterministic(node.target):
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "draws", False)  # a function that is one node knows it
+    if is_deterministic(node.target):
         return False
     if node.target is torch.ops.aten.dropout.default:
         return not drops_nothing(**arguments(node))

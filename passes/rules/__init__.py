@@ -17,6 +17,7 @@ from . import (  # noqa: F401  (register their rules)
     recurrences,
     reductions,
     row_orders,
+    row_selections,
     scatters,
     shapes,
 )

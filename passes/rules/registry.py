@@ -16,6 +16,8 @@ from ..graph.facts import (
     Facts,
     Kind,
     Layout,
+    Local,
+    LocalValue,
     Mixing,
     NotSeparable,
     Role,
@@ -178,3 +180,27 @@ def merge_aligned(result: list[Axis | None], layout: Layout, shape: Sequence[sym
         axis = layout[-offset]
         if axis is not None and shape[-offset] != 1:
             result[-offset] = merge_axis(result[-offset], axis)
+
+
+def about(ctx: RuleContext, node: Any, *kinds: Local) -> LocalValue:
+    """What an operand says of an order.
+
+    Raises:
+        NotSeparable: nothing, or something else.
+    """
+    found = ctx.facts.local.get(node)
+    if found is None or found.kind not in kinds:
+        raise NotSeparable(f"an operand is not {' or '.join(k.value for k in kinds)}")
+    ctx.seen.add(node)
+    return found
+
+
+def rows_of(ctx: RuleContext, node: Any) -> Layout:
+    """The layout of an operand that says nothing of an order.
+
+    Raises:
+        NotSeparable: it does.
+    """
+    if node in ctx.facts.local:
+        raise NotSeparable(f"an operand is {ctx.facts.local[node].kind.value}")
+    return ctx.layout(node)

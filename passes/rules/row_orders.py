@@ -23,7 +23,8 @@ from torch.fx import Node
 
 from ..graph.facts import Kind, Layout, Local, LocalValue, NotSeparable, Role, expression, shape_of
 from ..graph.op_arguments import arguments
-from .registry import RuleContext, local_rule, normalize_dim, rule
+from .registry import RuleContext, about, local_rule, normalize_dim, rows_of, rule
+from .row_selections import indexed, put_at_several
 
 aten = torch.ops.aten
 #: Integers up to here are exact in float32, and bins of `histc` of width 1 - 1/n hold one of them each.
@@ -151,34 +152,10 @@ def _end_of_filled(call: dict[str, Any]) -> int | None:
 # ---- ops that are given something about an order
 
 
-def _about(ctx: RuleContext, node: Any, *kinds: Local) -> LocalValue:
-    """What an operand says of an order.
-
-    Raises:
-        NotSeparable: nothing, or something else.
-    """
-    found = ctx.facts.local.get(node)
-    if found is None or found.kind not in kinds:
-        raise NotSeparable(f"an operand is not {' or '.join(k.value for k in kinds)}")
-    ctx.seen.add(node)
-    return found
-
-
-def _rows(ctx: RuleContext, node: Any) -> Layout:
-    """The layout of an operand that says nothing of an order.
-
-    Raises:
-        NotSeparable: it does.
-    """
-    if node in ctx.facts.local:
-        raise NotSeparable(f"an operand is {ctx.facts.local[node].kind.value}")
-    return ctx.layout(node)
-
-
 @local_rule(operator.getitem)
 def result(ctx: RuleContext, node: Node) -> Layout:
     """Of a sort: rows in their order, or the positions that they had."""
-    found = _about(ctx, node.args[0], Local.SORTED)
+    found = about(ctx, node.args[0], Local.SORTED)
     if node.args[1] == 1:
         ctx.facts.local[node] = dataclasses.replace(found, kind=Local.POSITIONS)
     return ctx.facts.layouts[node.args[0]]  # type: ignore[index, return-value]
@@ -188,7 +165,7 @@ def result(ctx: RuleContext, node: Node) -> Layout:
 def cast(ctx: RuleContext, node: Node) -> Layout:
     """Whole numbers of another dtype."""
     source: Any = node.args[0]
-    found = _about(ctx, source, Local.POSITIONS, Local.PLACES, Local.COUNTS, Local.ENDS)
+    found = about(ctx, source, Local.POSITIONS, Local.PLACES, Local.COUNTS, Local.ENDS)
     dtypes = (torch.int64, torch.int32) if found.kind in (Local.COUNTS, Local.ENDS) else (torch.int64,)
     if node.meta["val"].dtype not in dtypes:
         raise NotSeparable(f"a cast of {found.kind.value} that may round")
@@ -199,7 +176,7 @@ def cast(ctx: RuleContext, node: Node) -> Layout:
 @local_rule(aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 def divided(ctx: RuleContext, node: Node) -> Layout:
     """Positions of pairs (row, choice), divided by the number of choices, are those of rows."""
-    found = _about(ctx, node.args[0], Local.POSITIONS)
+    found = about(ctx, node.args[0], Local.POSITIONS)
     inner = sympy.cancel(found.base.inner / _number(node.args[1]))
     if node.kwargs.get("rounding_mode", "floor") is None or sympy.fraction(inner)[1] != 1:
         raise NotSeparable("positions are divided by what is not the number of entries of a row")
@@ -210,7 +187,7 @@ def divided(ctx: RuleContext, node: Node) -> Layout:
 @local_rule(aten.remainder.Scalar, aten.remainder.Tensor, aten.fmod.Scalar)
 def remainder(ctx: RuleContext, node: Node) -> Layout:
     """Positions of pairs (row, choice) modulo the number of choices: which choice of its row each is."""
-    found = _about(ctx, node.args[0], Local.POSITIONS)
+    found = about(ctx, node.args[0], Local.POSITIONS)
     if sympy.fraction(sympy.cancel(found.base.inner / _number(node.args[1])))[1] != 1:
         raise NotSeparable("a remainder of positions by what is not the number of entries of a row")
     return ctx.facts.layouts[node.args[0]]  # type: ignore[index, return-value]
@@ -235,7 +212,7 @@ def _number(value: Any) -> sympy.Expr:
 def widened(ctx: RuleContext, node: Node) -> Layout:
     """Positions of rows beside each entry of them."""
     source: Any = node.args[0]
-    found = _about(ctx, source, Local.POSITIONS)
+    found = about(ctx, source, Local.POSITIONS)
     axis, sizes = ctx.facts.layouts[source][0], shape_of(node)  # type: ignore[index]
     later = any(isinstance(n, Node) and ctx.facts.carries(n) for n in node.all_input_nodes[1:])
     if sizes[0] != shape_of(source)[0] or later:
@@ -248,7 +225,7 @@ def widened(ctx: RuleContext, node: Node) -> Layout:
 def inverse(ctx: RuleContext, node: Node) -> Layout:
     """Where each row has gone: the order of the positions."""
     call = arguments(node)
-    found = _about(ctx, call["self"], Local.POSITIONS)
+    found = about(ctx, call["self"], Local.POSITIONS)
     if call["descending"] or ctx.rank(call["self"]) != 1 or not found.covers:
         raise NotSeparable("an order of positions that do not name each row once")
     ctx.facts.local[node] = dataclasses.replace(found, kind=Local.PLACES)
@@ -258,32 +235,33 @@ def inverse(ctx: RuleContext, node: Node) -> Layout:
 @local_rule(aten.index.Tensor, aten.index_select.default)
 def index(ctx: RuleContext, node: Node) -> Layout:
     """Rows at positions, in their order; or rows in their order at their places, which brings them back."""
-    source, at = node.args[0], _index_of(node)
-    found = _about(ctx, at, Local.POSITIONS, Local.PLACES)
-    layout = _rows(ctx, source)
+    if node.target is aten.index.Tensor and sum(i is not None for i in node.args[1]) > 1:  # type: ignore[union-attr]
+        return indexed(ctx, node)
+    source, (dim, at) = node.args[0], _index_of(node)
+    found = about(ctx, at, Local.POSITIONS, Local.PLACES)
+    layout = rows_of(ctx, source)
     before, after = found.base, found.sorted_axis
     if found.kind is Local.PLACES:
         before, after = after, before
-    if layout[0] != before:
+    if layout[dim] != before:
         raise NotSeparable("an index by positions of other rows")
-    return (after, *layout[1:])
+    return (*layout[:dim], after, *layout[dim + 1 :])
 
 
-def _index_of(node: Node) -> Any:
-    """The vector that indexes dim 0, and nothing but that.
+def _index_of(node: Node) -> tuple[int, Any]:
+    """The dim that a vector indexes, and nothing but that, and the vector.
 
     Raises:
         NotSeparable: another dim is indexed, or several.
     """
     if node.target is aten.index_select.default:
         call = arguments(node)
-        at = call["index"] if normalize_dim(call["dim"], len(shape_of(call["self"]))) == 0 else None
+        found = [(normalize_dim(call["dim"], len(shape_of(call["self"]))), call["index"])]
     else:
-        first, *others = node.args[1]  # type: ignore[misc]
-        at = first if all(i is None for i in others) else None
-    if at is None or len(shape_of(at)) != 1:
+        found = [(d, at) for d, at in enumerate(node.args[1]) if at is not None]  # type: ignore[arg-type]
+    if len(found) != 1 or len(shape_of(found[0][1])) != 1:
         raise NotSeparable("an index by positions in another dim")
-    return at
+    return found[0]
 
 
 @local_rule(aten.index_put.default)
@@ -292,7 +270,7 @@ def put(ctx: RuleContext, node: Node) -> Layout:
     call = arguments(node)
     first, *others = call["indices"]
     if any(i is not None for i in others):
-        raise NotSeparable("an index by positions in another dim")
+        return put_at_several(ctx, call)
     return _brought_back(ctx, node, call["self"], first, call["values"], call["accumulate"])
 
 
@@ -322,16 +300,16 @@ def _brought_back(ctx: RuleContext, node: Node, base: Any, at: Any, rows: Any, a
     Raises:
         NotSeparable: two of them may be put at one position, or something is in another order.
     """
-    found = _about(ctx, at, Local.POSITIONS)
-    given, own = _rows(ctx, rows), shape_of(node)
-    if not adds and not found.covers:
+    found = about(ctx, at, Local.POSITIONS)
+    given, own = rows_of(ctx, rows), shape_of(node)
+    if not adds and not (found.covers or (found.selected and found.distinct)):
         raise NotSeparable("several rows may be put at one position")
     if not given or given[0] != found.sorted_axis or len(given) != len(own) or shape_of(rows)[1:] != own[1:]:
         raise NotSeparable("rows at positions of others")
     wanted = (found.base, *given[1:])
     if base.target in FILLS and ctx.facts.kinds.get(base) is Kind.STREAM:
         ctx.seen.add(base)  # the same everywhere
-    elif _rows(ctx, base) != wanted:
+    elif rows_of(ctx, base) != wanted:
         raise NotSeparable("rows are brought back among rows that lie in another place")
     if any(a is not None for a in given[1:]):
         raise NotSeparable("rows with another sequence beside them")
@@ -341,7 +319,7 @@ def _brought_back(ctx: RuleContext, node: Node, base: Any, at: Any, rows: Any, a
 @local_rule(aten.cumsum.default)
 def running_sum(ctx: RuleContext, node: Node) -> Layout:
     """Where the rows of each key end."""
-    found = _about(ctx, node.args[0], Local.COUNTS)
+    found = about(ctx, node.args[0], Local.COUNTS)
     if node.meta["val"].dtype not in (torch.int32, torch.int64, torch.float32, torch.float64):
         raise NotSeparable("a running sum that may round")
     ctx.facts.local[node] = dataclasses.replace(found, kind=Local.ENDS)
@@ -355,8 +333,8 @@ def grouped_product(ctx: RuleContext, node: Node) -> Layout:
     rows, weights = node.args[:2]
     if call.get("bias") is not None:
         raise NotSeparable("a grouped product with a bias")
-    found = _about(ctx, call["offs"], Local.ENDS)
-    layout = _rows(ctx, rows)
+    found = about(ctx, call["offs"], Local.ENDS)
+    layout = rows_of(ctx, rows)
     axis = layout[0]
     if len(layout) != 2 or axis is None or axis.order is None or layout[1] is not None:
         raise NotSeparable("a grouped product of rows that are not sorted")

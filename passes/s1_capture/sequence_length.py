@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.facts import expression
 from ..graph.recurrence import RECURRENCE, RECURRENCES
@@ -242,7 +243,8 @@ def _reads(module: GraphModule) -> list[tuple[torch.Tensor, int]]:
             rule = table.get(_name(node)) if node.op in ("call_function", "call_method") else None
             for operand, dim in rule(node) if rule is not None else ():
                 value = operand.meta.get("example_value") if isinstance(operand, Node) else None
-                if isinstance(value, torch.Tensor) and value.dim() > 1:
+                # rows that are selected by their values are no sequence
+                if isinstance(value, torch.Tensor) and value.dim() > 1 and not free_unbacked_symbols(value):
                     found.append((value, dim))
         if found:
             return found

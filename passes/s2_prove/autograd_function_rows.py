@@ -107,7 +107,7 @@ class FunctionCall:
             plain = all(a.role is Role.ROW and a.order is None and not a.removed for a in axes)
             if layout is None or not plain or all(a.simple for a in axes):
                 continue
-            found[placeholder] = self._translated(layout, self.theirs)
+            found[placeholder] = self.translated(layout, self.theirs)
             for axis, size in zip(found[placeholder], shape_of(placeholder), strict=True):
                 if axis is not None:
                     known[size] = axis
@@ -118,7 +118,7 @@ class FunctionCall:
         return found
 
     @staticmethod
-    def _translated(layout: Layout, symbols: Mapping[sympy.Symbol, sympy.Symbol]) -> Layout:
+    def translated(layout: Layout, symbols: Mapping[sympy.Symbol, sympy.Symbol]) -> Layout:
         """A layout in the symbols of another graph."""
         return tuple(
             a and replace(a, outer=a.outer.xreplace(symbols), inner=a.inner.xreplace(symbols)) for a in layout
@@ -190,13 +190,11 @@ class FunctionCall:
             NotSeparable: a row is made of others.
         """
         pairs = self._gradients()
-        _check_rows(inner, (*self.results[: self.outputs], *(made for _, made in pairs)))
+        check_rows(inner, (*self.results[: self.outputs], *(made for _, made in pairs)))
         for argument, placeholder in zip(self.node.args, self.placeholders, strict=False):
             known = isinstance(argument, Node) and tensors_of(argument)
             outer = self.facts.layouts.get(argument) if known else None
-            if known and (
-                outer is None or inner.layouts[placeholder] != self._translated(outer, self.theirs)
-            ):
+            if known and (outer is None or inner.layouts[placeholder] != self.translated(outer, self.theirs)):
                 raise NotSeparable(f"{WHAT} of rows that lie in an unusual place")
         if any(inner.layouts[p] != inner.layouts[made] for p, made in pairs):
             raise NotSeparable(f"{WHAT} whose gradient has its rows in another place")
@@ -204,7 +202,7 @@ class FunctionCall:
         made = self.results[: self.outputs]
         if any(inner.layouts[p] != inner.layouts[n] for p, n in zip(given, made, strict=True)):
             raise NotSeparable(f"{WHAT} that is given a gradient with its rows in another place")
-        layouts = {self._translated(inner.layouts[n] or (), self.own) for n in made}
+        layouts = {self.translated(inner.layouts[n] or (), self.own) for n in made}
         layout = layouts.pop() if len(layouts) == 1 else None
         if layout is None or sum(a is not None for a in layout) != 1:
             raise NotSeparable(f"{WHAT} whose results do not all hold the rows of its operands")
@@ -227,8 +225,17 @@ def _by_entries(node: Node) -> bool:
     return node.target in _POINTWISE and not is_random(node) and not any(map(_is_size, operands(node)))
 
 
-def _check_rows(inner: Facts, wanted: Iterable[Node]) -> None:
-    """Raise if anything that the results are made of reads other rows, or the number of rows."""
+def check_rows(inner: Facts, wanted: Iterable[Node], what: str = WHAT) -> None:
+    """Check that nothing that the results are made of reads other rows, or the number of rows.
+
+    Args:
+        inner: kinds and axes of a graph that is one op of another graph.
+        wanted: its results.
+        what: what the op is, for the reason.
+
+    Raises:
+        NotSeparable: something does.
+    """
     pending = list(wanted)
     needed = set(pending)
     while pending:
@@ -237,23 +244,23 @@ def _check_rows(inner: Facts, wanted: Iterable[Node]) -> None:
         pending.extend(new)
     for node in inner.nodes:  # in order, so that the cause comes before what follows from it
         if node in needed:
-            _check_value(inner, node)
+            _check_value(inner, node, what)
 
 
-def _check_value(inner: Facts, node: Node) -> None:
+def _check_value(inner: Facts, node: Node, what: str) -> None:
     if node in inner.refusals:
-        raise NotSeparable(f"{WHAT}: {inner.refusals[node]}")
+        raise NotSeparable(f"{what}: {inner.refusals[node]}")
     schema = getattr(node.target, "_schema", None)
     if is_random(node) or (schema is not None and schema.is_mutable):
-        raise NotSeparable(f"{WHAT} that uses {node.target}")
+        raise NotSeparable(f"{what} that uses {node.target}")
     if node in inner.mixings or node in inner.slices:
-        raise NotSeparable(f"{WHAT} that reads other rows ({node.target})")
+        raise NotSeparable(f"{what} that reads other rows ({node.target})")
     if tensors_of(node):
         if inner.carries(node) and inner.kind(node) is not Kind.STREAM:
-            raise NotSeparable(f"{WHAT} that counts its rows ({node.target})")
+            raise NotSeparable(f"{what} that counts its rows ({node.target})")
         check_sizes(inner, node, "number of rows")
     elif node.op == "placeholder" and mentions(inner, node):
-        raise NotSeparable(f"{WHAT} that is given the number of rows")
+        raise NotSeparable(f"{what} that is given the number of rows")
 
 
 def _leaves(output: Any) -> list[Any]:

@@ -32,9 +32,11 @@ from ..graph.sources import is_kept_by_model, path
 from ..rules import Rule, RuleContext, rule_for
 from ..rules.asking import ask
 from ..rules.pointwise import align, pointwise
+from ..s1_capture.selected_rows.op import RowSelection
 from .autograd_function_rows import FunctionCall, has_linear_backward
 from .gradient_edges import GradientEdges, reached
 from .inner_outputs import refuse_weights
+from .row_selections import SelectionCall
 
 UNKNOWN = "the sequence axis of"
 
@@ -212,6 +214,13 @@ def custom_layout(context: RuleContext, node: Node) -> Layout:
     return call.layout(axes(call.captured, call.merged))
 
 
+def selection_layout(context: RuleContext, node: Node) -> Layout:
+    """Rows that are selected, worked on and put back, by the rules of the ops."""
+    call = SelectionCall(context.facts, node)
+    context.seen.update(n for n in operands(node))
+    return call.layout(axes(call.captured, call.merged))
+
+
 def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     if node.op in ("placeholder", "get_attr"):
         # NOTE [seeds]: inputs whose size is the declared sequence symbol itself carry the sequence.
@@ -224,6 +233,8 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
     function = rule_for(facts, node)
     if isinstance(node.target, CustomFunction) and function is None:
         function = custom_layout
+    if isinstance(node.target, RowSelection):
+        function = selection_layout
     try:
         if opaque is not None:
             raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")

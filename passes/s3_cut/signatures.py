@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.autograd_functions import CustomFunction
 from ..graph.facts import Facts, Kind, Segment, tensors_of
 from .segment import closure
 
@@ -60,8 +59,8 @@ def _reference(facts: Facts, number: dict[Node, int], node: Node) -> str:
 
 
 def _target(node: Node) -> str:
-    """What a node does: a custom function counts by its graphs."""
-    return node.target.content if isinstance(node.target, CustomFunction) else str(node.target)
+    """What a node does: a function that is one node counts by its graphs."""
+    return getattr(node.target, "content", None) or str(node.target)
 
 
 def _layout(facts: Facts, number: dict[Node, int], node: Node) -> tuple | None:

@@ -27,7 +27,16 @@ FLOOR |= {d: torch.finfo(d).eps for d in (torch.float32, torch.bfloat16, torch.f
 
 
 # The passes over a graph, in order.
-GRAPH_PASSES = ["capture", "autocast", "normalize", "trained_bias", "axes", "footprints", "widen_late"]
+GRAPH_PASSES = [
+    "capture",
+    "autocast",
+    "normalize",
+    "trained_bias",
+    "row_selections",
+    "axes",
+    "footprints",
+    "widen_late",
+]
 GRAPH_PASSES += ["lazy_outputs", "segment", "signatures"]
 
 

@@ -26,6 +26,7 @@ from adversaries import (
     random_ops,
     recurrences,
     reductions,
+    row_selections,
     scores,
     selections,
     situations,
@@ -46,13 +47,15 @@ MODULES = (
     gradients,
 )
 MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections, loops)
-MODULES += (corners,)
+MODULES += (corners, row_selections)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "corners: an adapter times zero": "transform",
     "loops: logits beside the last state": "compile",
     "selections: an indexer": "compile",
     "experts: sorted and put back": "transform",
+    "selected rows: a mask by expert and choice": "transform",
+    "selected rows: added by a mask": "compile",
     "convolutions: before an attention": "compile",
     "recurrences: read by an attention": "compile",
     "loops: a step with no finite gradient for the first": "compile",
