@@ -30,7 +30,14 @@ from .dynamo.none_gradients import refuse_none_gradients
 from .dynamo.parameter_changes import ParameterChanges, without_changes
 from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_floats, trace_again
 from .dynamo.skipped_frames import warn_of_skipped_frames
-from .dynamo.this_backend import MARK, is_cut_at_buckets, modules_of_frame, unwrapped
+from .dynamo.this_backend import (
+    MARK,
+    has_checkpoints,
+    is_cut_at_buckets,
+    leave_to_python,
+    modules_of_frame,
+    unwrapped,
+)
 from .errors import CompileError, warn
 from .models.experts import declare_experts
 from .models.padding_masks import trace_padding_masks
@@ -40,7 +47,7 @@ from .models.traced_calls import in_the_words_of_the_model
 from .options import Options
 from .passes import PassError, analyze
 from .passes.graph.facts import Facts
-from .passes.graph.functionalization import NotPureError
+from .passes.graph.functionalization import CheckpointedError, NotPureError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
@@ -109,9 +116,12 @@ def streambp(
     if declare_recurrences(modules) | declare_experts(modules):
         trace_again("recurrences as ops, and experts as products")
     try:
-        return with_ranges(module, compile_graph(module, example_inputs, parsed))
+        found = compile_graph(module, example_inputs, parsed)
     except (ValueError, CompileError) as error:
         raise unwrapped(error) from error.__cause__
+    if isinstance(found, Unstreamed) and (found.in_python or has_checkpoints(module)):
+        leave_to_python(found.why, found.in_python)
+    return with_ranges(module, found)
 
 
 def _options(given: object) -> Options:
@@ -378,7 +388,8 @@ class CompiledGraph:
         except PassError as error:
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
-                return self._instead(f"the model runs unstreamed: {error.cause.reason}{line}")
+                found = self._instead(f"the model runs unstreamed: {error.cause.reason}{line}")
+                return dataclasses.replace(found, in_python=isinstance(error.cause, CheckpointedError))
             raise compile_error(error) from error
         long = self.otherwise.is_better(facts)
         if long is not None:

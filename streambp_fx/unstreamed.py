@@ -75,11 +75,13 @@ class Unstreamed:
         run: it, with the inputs of the graph.
         why: it is not streamed.
         counts: what its steps are counted in.
+        in_python: the graph itself would give something else than the code that it was captured of.
     """
 
     run: Callable[..., Any]
     why: str
     counts: StepCounts
+    in_python: bool = False
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """True: the graph runs with any sizes."""

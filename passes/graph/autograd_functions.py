@@ -28,7 +28,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .determinism import is_deterministic
-from .functionalization import HookError, Memory, MutationError, NotPureError, drops_nothing, unwrapped
+from .functionalization import (
+    CheckpointedError,
+    HookError,
+    Memory,
+    MutationError,
+    NotPureError,
+    drops_nothing,
+    unwrapped,
+)
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -171,14 +179,22 @@ class Retrace(Interpreter):
         """Call an op. A checkpointed region is traced through; a custom autograd function becomes one node.
 
         Raises:
-            MutationError: a checkpointed region or a custom autograd function changes its inputs in place.
+            CheckpointedError: a checkpointed region changes its inputs in place, or has a gradient that eager
+                does not give it.
+            MutationError: a custom autograd function changes its inputs in place.
         """
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             # a checkpointed region: what is recomputed is decided by the schedule
+            if kwargs.get("use_reentrant") and not any(map(self._has_gradient, self.node.args[1:])):
+                raise CheckpointedError(
+                    "a region that is checkpointed with use_reentrant=True is given nothing that has a "
+                    "gradient, so that eager gives its parameters none",
+                    self.node,
+                )
             given = self.memory.versions(args[1:])
             result = Retrace(args[0], memory=self.memory).run(*args[1:])
             if any(v.tensor._version != v.number for v in given):
-                raise MutationError(
+                raise CheckpointedError(
                     "a checkpointed region changes what it is given, which eager changes once more when it "
                     "recomputes the region",
                     self.node,
@@ -200,6 +216,13 @@ class Retrace(Interpreter):
         if kwargs.get("dirty_idx"):
             raise MutationError("a custom autograd function changes its inputs in place", self.node)
         return _as_one_node(CustomFunction(args[0], args[1], kwargs), args[2:])
+
+    def _has_gradient(self, operand: Any) -> bool:
+        """True for a tensor with a gradient that is no parameter: those, a region reads by itself."""
+        if not isinstance(operand, Node) or isinstance(operand.meta.get("example_value"), torch.nn.Parameter):
+            return False
+        value = self.env[operand]
+        return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 @contextlib.contextmanager

@@ -51,6 +51,10 @@ class MutationError(NotPureError):
     """The graph does something to memory that has no functional form with the same value and gradient."""
 
 
+class CheckpointedError(MutationError):
+    """A checkpointed region does what is right only where Python runs the checkpoint itself."""
+
+
 class HookError(NotPureError):
     """The graph registers a hook on the gradient of a value."""
 

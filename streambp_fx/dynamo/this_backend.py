@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.backends import distributed
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback, SkipFrame
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
+
+from ..errors import CaptureError
 
 MARK = "is_streambp_fx"
 
@@ -32,6 +35,31 @@ def goes_on_behind() -> str | None:
     code = InstructionTranslator.current_tx().f_code
     found = re.match(rf"{TORCH_DYNAMO_RESUME_IN_PREFIX}_.*_at_(\d+)", code.co_name)
     return None if found is None else f"{code.co_filename}:{found[1]}"
+
+
+def has_checkpoints(module: GraphModule) -> bool:
+    """True for a graph with a checkpointed region, which it may run otherwise than eager does."""
+    return any(n.target is torch.ops.higher_order.tag_activation_checkpoint for n in module.graph.nodes)
+
+
+def leave_to_python(why: str, needed: bool) -> None:
+    """Have the frame that Dynamo is compiling run as Python code, if it need not be one graph.
+
+    Args:
+        why: its graph is not streamed.
+        needed: the graph gives something else than the code.
+
+    Raises:
+        SkipFrame: for Dynamo.
+        CaptureError: it is needed, and the frame has to be one graph (`fullgraph=True`).
+    """
+    if InstructionTranslator.current_tx().one_graph:
+        if not needed:
+            return
+        raise unwrapped(
+            CaptureError(f"{why}. With fullgraph=True, which allows no Python code, that is an error")
+        )
+    raise SkipFrame(f"streambp_fx: {why}")
 
 
 def unwrapped(error: Exception) -> Exception:

@@ -18,7 +18,7 @@ from ..options import Options
 from ..runtime.parameter_groups import ShardedParameters
 from ..runtime.step_counts import StepCounts
 from ..schedule import Schedule
-from ..unstreamed import Otherwise
+from ..unstreamed import Otherwise, Unstreamed
 
 
 class Captured(Protocol):
@@ -77,7 +77,7 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
         # a captured graph of transformers makes masks that eager does not
         otherwise = Otherwise(_not_streamed)
     dims, sharded = owner.sequence_dims, owner.sharded
-    return compile_graph(
+    found = compile_graph(
         module,
         example_inputs,
         options,
@@ -87,6 +87,9 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
         sharded=sharded,
         counts=owner.counts,
     )
+    if isinstance(found, Unstreamed) and found.in_python:
+        return dataclasses.replace(found, run=_not_streamed)
+    return found
 
 
 class NotStreamed(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -262,14 +262,39 @@ def _group(instruction: Group, frame: StepFrame) -> None:
         inner = replace(outside, values=local)
         if again and inner.groups is not None:
             inner.groups = inner.groups.again()
-        for own in instruction.body:
-            unread = again and isinstance(own, Call) and own not in instruction.again
-            _call(own, inner, unread=True) if unread else run_step([own], inner)  # type: ignore[arg-type]
+        with contextlib.nullcontext() if again else _read_more_than_once():
+            for own in instruction.body:
+                unread = again and isinstance(own, Call) and own not in instruction.again
+                _call(own, inner, unread=True) if unread else run_step([own], inner)  # type: ignore[arg-type]
         return tuple(local[n] for n in outputs if n is not None)
 
     with _kept_in(frame.store, instruction.place):
         found = checkpoint(run, *tensors.values(), use_reentrant=False, preserve_rng_state=frame.random)
     frame.values.update(zip(outputs, found, strict=True))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _read_more_than_once() -> Iterator[None]:
+    """Within a checkpoint: a backward may read what its forward has saved as often as it wants to.
+
+    PyTorch's checkpoint gives each saved value once, and `ctx.saved_tensors` asks for all of them each time.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    backward = torch._C._current_graph_task_id  # another one after `retain_graph=True`
+
+    def read(saved: tuple[Any, dict[int, Any]]) -> Any:
+        held, values = saved
+        if backward() not in values:
+            values.clear()
+            values[backward()] = unpack(held)
+        return values[backward()]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: (pack(value), {}), read):
+        yield
 
 
 def _layers(instruction: Layers, frame: StepFrame) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from e2e_adversary import REFUSED, WHATEVER, Cases
+from e2e_adversary import REFUSED, WARNED, WHATEVER, Cases
+from e2e_subject import Subject
 from torch import Tensor
 
 CASES = Cases("functions")
@@ -186,3 +187,29 @@ def a_mask_made_by_vmap(m: Any, x: Tensor, ids: Tensor) -> Tensor:
 @CASES.block(WHATEVER)
 def a_vmap_that_changes_in_place(m: Any, x: Tensor, ids: Tensor) -> Tensor:
     return x + torch.vmap(lambda u: u.sin().mul_(2).add_(1))(m.lin(x))
+
+
+@torch.library.custom_op("streambp_tests::turned", mutates_args=())
+def _turned(x: Tensor, weight: Tensor) -> Tensor:
+    return x.flip(1) @ weight
+
+
+@_turned.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _turned_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    of_weight = torch.einsum("btd,bte->de", ctx.saved_tensors[0].flip(1), gradient)
+    return (gradient @ ctx.saved_tensors[1].T).flip(1), of_weight
+
+
+_turned.register_autograd(
+    _turned_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@CASES.block(WARNED, name="an op that asks twice for what it has saved, before rows")
+def _asks_twice(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    x = x + torch.ops.streambp_tests.turned(x, m.lin.weight)
+    return x + m.lin2(F.gelu(x))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from e2e_adversary import WHATEVER, Cases, Record, tokens
+from e2e_adversary import WARNED, WHATEVER, Cases, Record, tokens
 from e2e_subject import VOCAB, WIDTH, Subject, heads, joined, token_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -214,6 +214,34 @@ def checkpoint_around_the_model(m: Any, call: Any, record: Record) -> None:
 @CASES.block(WHATEVER)
 def checkpoint_within(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + checkpoint(lambda y: m.lin(y).tanh(), x, use_reentrant=False)
+
+
+def _with_a_mean() -> dict[str, Any]:
+    return {"mean": torch.zeros(WIDTH, dtype=torch.float64), "bn": nn.BatchNorm1d(WIDTH)}
+
+
+@CASES.block(WARNED, _with_a_mean)
+def a_buffer_changed_in_a_checkpoint(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Eager changes it twice."""
+
+    def region(y: Tensor) -> Tensor:
+        y = m.lin(y)
+        with torch.no_grad():
+            m.mean.lerp_(y.mean((0, 1)), 0.1)
+        return y - m.mean
+
+    return x + checkpoint(region, x, use_reentrant=False)
+
+
+@CASES.block(WARNED, _with_a_mean)
+def batch_norm_in_a_checkpoint(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + checkpoint(lambda y: m.bn(m.lin(y).mT).mT, x, use_reentrant=True)
+
+
+@CASES.block(WARNED)
+def a_checkpoint_that_is_given_no_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Its parameters get none from eager."""
+    return x + m.lin2(x) + checkpoint(lambda y: m.lin(y), x.detach(), use_reentrant=True)
 
 
 @CASES.scenario(WHATEVER, block=plain)
