@@ -54,6 +54,12 @@ OWN_OPS = {
     "streambp_fx::dropout_factors": "dropout_mask",
     "streambp_fx::random_numbers": "random_numbers",
 }
+# Ops that are given the number of something that this process holds.
+OF_THIS_PROCESS = {
+    "streambp_fx::selected_rows": "the ops on rows that are selected by their values",
+    "streambp_fx::selected_rows_vjp": "the backward of ops on rows that are selected by their values",
+    "streambp_fx::foreign_vjp": "a backward of another package",
+}
 
 
 class Unprintable(Exception):
@@ -159,6 +165,10 @@ def function_name(target: Any) -> str:
         own = OWN_OPS.get(target._schema.name)
         if own is not None:
             return own
+        if target._schema.name in OF_THIS_PROCESS:
+            raise Unprintable(
+                f"it is {OF_THIS_PROCESS[target._schema.name]}, of which a program has a number"
+            )
         text = str(target)
         return text if text.startswith("aten.") else f"torch.ops.{text}"
     module, name = getattr(target, "__module__", "") or "", getattr(target, "__name__", "")
