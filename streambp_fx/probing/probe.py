@@ -25,6 +25,7 @@ from ..passes.graph.purity import is_random
 from ..passes.graph.recurrence import RECURRENCE
 from ..passes.graph.sources import source_line
 from ..passes.masks.at_run_time import first_column_open
+from ..passes.s1_capture.selected_rows.op import RowSelection
 from ..passes.s2_prove.axes import is_secondary
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s6_schedule.step_parts import masks_to_test
@@ -152,9 +153,12 @@ class IndependenceProbe(CapturedRun):
     def _is_sorted(self, node: Node) -> bool:
         """True for rows in an order of their own, and for what brings them back: row r is not at place r.
 
-        Nothing of the kind is tried here, since a grouped product may round a row otherwise where its group
-        is another. The self-check compares what comes of it with the graph that was captured.
+        Nothing of the kind is tried here, since a grouped product, or a product of selected rows, may round a
+        row otherwise where other rows are beside it. The self-check compares what comes of it with the graph
+        that was captured.
         """
+        if isinstance(node.target, RowSelection):
+            return True
         values = (node, *operands(node))
         orders = (a.order for n in values for a in self.facts.layouts.get(n) or () if a is not None)
         return any(n in self.facts.local for n in values) or any(order is not None for order in orders)
