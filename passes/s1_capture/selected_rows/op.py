@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule
 
 from ...graph.autograd_functions import content_of
 from ...graph.recurrence import autograd_in_kernel
@@ -75,7 +75,7 @@ class RowSelection:
 
 
 def _rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:
-    return Interpreter(_graphs[graph]).run(*operands)
+    return _graphs[graph].forward(*operands)
 
 
 def _fake_rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:
@@ -86,7 +86,7 @@ def _vjp(graph: int, wanted: Sequence[int], operands: Sequence[Tensor], gradient
     """The gradient of each wanted operand, contiguous."""
     with autograd_in_kernel(), torch.enable_grad():
         given = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(operands)]
-        output = Interpreter(_graphs[graph]).run(*given)
+        output = _graphs[graph].forward(*given)
         leaves = [given[k] for k in wanted]
         found = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
     return [
