@@ -154,6 +154,24 @@ def _base(value: Tensor) -> Tensor:
     return value._base if value._is_view() and value._base is not None else value
 
 
+def in_memory_of_their_own(values: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """What an op may return: later ops may write over it.
+
+    Args:
+        values: of any shape and dtype.
+        others: what the op was given.
+
+    Returns:
+        the values, contiguous; a copy of each that shares memory with one before it, or with `others`.
+    """
+    seen, found = {_storage(v) for v in others}, []
+    for value in values:
+        own = value.contiguous()
+        found.append(own.clone() if _storage(own) in seen else own)
+        seen.add(_storage(found[-1]))
+    return found
+
+
 def _storage(value: Tensor) -> int:
     return value.untyped_storage()._cdata if not isinstance(value, FunctionalTensor) else id(value)
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 
 from ..graph.determinism import TAGGED
+from ..graph.functionalization import in_memory_of_their_own
 from ..graph.recurrence import autograd_in_kernel
 
 # What op is called, with which arguments beside tensors, by the number that a program has for it.
@@ -100,7 +101,8 @@ def _vjp(call: int, operands: Sequence[Tensor], gradients: Sequence[Tensor | Non
     with autograd_in_kernel():
         found = _gradients(_calls[call], operands, gradients)
     wanted = [(x, g) for x, g in zip(operands, found, strict=True) if _is_differentiable(x)]
-    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in wanted]
+    values = (torch.zeros_like(x) if g is None else g for x, g in wanted)
+    return in_memory_of_their_own(values, [*operands, *(g for g in gradients if g is not None)])
 
 
 def _fake_vjp(call: int, operands: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ...graph.autograd_functions import content_of
+from ...graph.functionalization import in_memory_of_their_own
 from ...graph.recurrence import autograd_in_kernel
 
 _count = itertools.count()
@@ -75,7 +76,7 @@ class RowSelection:
 
 
 def _rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:
-    return _graphs[graph].forward(*operands)
+    return in_memory_of_their_own([_graphs[graph].forward(*operands)], operands)[0]
 
 
 def _fake_rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:
@@ -89,10 +90,8 @@ def _vjp(graph: int, wanted: Sequence[int], operands: Sequence[Tensor], gradient
         output = _graphs[graph].forward(*given)
         leaves = [given[k] for k in wanted]
         found = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
-    return [
-        torch.zeros_like(x) if g is None else g.clone() if g is gradient else g.contiguous()
-        for x, g in zip(leaves, found, strict=True)
-    ]
+    values = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))
+    return in_memory_of_their_own(values, (gradient, *operands))
 
 
 def _fake_vjp(
