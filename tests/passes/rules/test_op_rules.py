@@ -21,9 +21,12 @@ from streambp_fx.passes.graph.purity import is_random
 from streambp_fx.passes.rules import RULES
 from streambp_fx.passes.rules.pointwise import POINTWISE, pointwise_ops, tagged_ops
 from streambp_fx.passes.rules.random_numbers import DRAWS, PROBABILITIES
+from streambp_fx.passes.rules.row_selections import positions_where
 
 aten = torch.ops.aten
-OPS = [op for op in RULES if not isinstance(op, str) and op is not operator.getitem]
+# It stands in for an op while a proof is made, and never runs (`adversaries/row_selections.py`).
+STAND_IN = positions_where
+OPS = [op for op in RULES if not isinstance(op, str) and op not in (operator.getitem, STAND_IN)]
 WANTED = frozenset(OPS)
 # Ops that make nothing of rows: what they give has none, or it is computed once.
 WITHOUT_ROWS = {
