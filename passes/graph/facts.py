@@ -94,7 +94,6 @@ class LocalValue:
         keys: the value that was counted or sorted.
         sorted_axis: of the rows in their order; not of counts and ends.
         selected: rows may be missing among them, see NOTE [selected rows] in `s1_capture.selected_rows.op`.
-        distinct: none is there twice; of rows that are sorted it is asked by `covers`.
     """
 
     kind: Local
@@ -103,7 +102,6 @@ class LocalValue:
     keys: Node
     sorted_axis: Axis = Axis()
     selected: bool = False
-    distinct: bool = False
 
     @property
     def covers(self) -> bool:

@@ -302,7 +302,8 @@ def _brought_back(ctx: RuleContext, node: Node, base: Any, at: Any, rows: Any, a
     """
     found = about(ctx, at, Local.POSITIONS)
     given, own = rows_of(ctx, rows), shape_of(node)
-    if not adds and not (found.covers or (found.selected and found.distinct)):
+    distinct = found.covers or (found.selected and ctx.rank(found.keys) == 1)
+    if not adds and not distinct:
         raise NotSeparable("several rows may be put at one position")
     if not given or given[0] != found.sorted_axis or len(given) != len(own) or shape_of(rows)[1:] != own[1:]:
         raise NotSeparable("rows at positions of others")

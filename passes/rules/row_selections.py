@@ -53,15 +53,7 @@ def selected(ctx: RuleContext, node: Node) -> Layout:
     if axis is None or axis.role is not Role.ROW or axis.order is not None or axis.removed or others:
         raise NotSeparable("rows are selected by what is not a value of each row")
     ordered = dataclasses.replace(axis, order=node)
-    ctx.facts.local[node] = LocalValue(
-        Local.POSITIONS,
-        node,
-        axis,
-        mask,
-        ordered,
-        selected=True,
-        distinct=len(layout) == 1,  # type: ignore[arg-type]
-    )
+    ctx.facts.local[node] = LocalValue(Local.POSITIONS, node, axis, mask, ordered, selected=True)  # type: ignore[arg-type]
     return (ordered,)
 
 

@@ -19,60 +19,58 @@ def row_selections(captured: CapturedGraph) -> CapturedGraph:
     What cannot be one stays as it is, and has no rows then.
     """
     graph = captured.module.graph
-    for region in _regions(graph):
-        _as_one_node(captured, region)
+    selected = {n for n in graph.nodes if n.op == "call_function" and _has_size_of_values(n)}
+    if not selected:
+        return captured
+    for region in _regions(graph, selected):
+        _as_one_node(captured, region, selected)
     captured.module.recompile()
     return captured
 
 
-def depends_on_values(node: Node) -> bool:
+def _has_size_of_values(node: Node) -> bool:
     """True for a value that has a size which the values of another one say."""
     value = node.meta.get("val")
     return value is not None and bool(free_unbacked_symbols(value))
 
 
-def _regions(graph: Graph) -> list[list[Node]]:
+def _regions(graph: Graph, selected: set[Node]) -> list[list[Node]]:
     """Nodes with such sizes that read each other, and those that read them; in graph order.
 
     Those that put rows into what the one before has put rows into are one, as of a loop over experts.
     """
     group: dict[Node, set[Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function":
+        near = [n for n in node.all_input_nodes if n in selected]
+        if node.op != "call_function" or not (near or node in selected):
             continue
-        inside = depends_on_values(node)
-        near = [n for n in node.all_input_nodes if n in group and depends_on_values(n)]
-        own = {node} if inside or near else None
-        for other in near:
-            own = own | group[other] if own is not None else None
-        for member in own or ():
-            group[member] = own  # type: ignore[assignment]
-    _join_chains(group)
+        own = {node}.union(*(group[n] for n in near))
+        group.update(dict.fromkeys(own, own))
+    _join_chains(group, selected)
     order = {n: k for k, n in enumerate(graph.nodes)}
     regions = {id(g): g for g in group.values()}.values()
     return sorted((sorted(g, key=order.__getitem__) for g in regions), key=lambda g: order[g[0]])
 
 
-def _join_chains(group: dict[Node, set[Node]]) -> None:
+def _join_chains(group: dict[Node, set[Node]], selected: set[Node]) -> None:
     for node in list(group):
         users = list(node.users)
-        if depends_on_values(node) or not users or not all(u in group for u in users):
+        if node in selected or not users or not all(u in group for u in users):
             continue
-        joined = set().union(group[node], *(group[u] for u in users))
-        for member in joined:
-            group[member] = joined
+        joined = group[node].union(*(group[u] for u in users))
+        group.update(dict.fromkeys(joined, joined))
 
 
-def _as_one_node(captured: CapturedGraph, region: list[Node]) -> None:
+def _as_one_node(captured: CapturedGraph, region: list[Node], selected: set[Node]) -> None:
     graph, inside = captured.module.graph, set(region)
     results = [n for n in region if any(u not in inside for u in n.users)]
     other = any(is_impure(n) or is_random(n) for n in region)
-    if other or len(results) != 1 or depends_on_values(results[0]):
+    if other or len(results) != 1 or results[0] in selected:
         return
     result, operands = results[0], _operands(region, inside)
     plain = all(isinstance(n.meta.get("val"), torch.Tensor) for n in operands)
     like = next((k for k, n in enumerate(operands) if plain and _alike(n, result)), None)
-    if like is None or not _is_convex(graph, inside, operands) or not _is_tensor(result):
+    if like is None or not _is_convex(graph, inside, operands) or not _is_contiguous(result):
         return
     selection = RowSelection(_module_of(captured.module, region, operands, result), like)
     with graph.inserting_after(region[-1]):
@@ -83,7 +81,7 @@ def _as_one_node(captured: CapturedGraph, region: list[Node]) -> None:
         graph.erase_node(old)
 
 
-def _is_tensor(node: Node) -> bool:
+def _is_contiguous(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].is_contiguous()
 
 
