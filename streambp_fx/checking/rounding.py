@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .short_steps import VANISHING, Difference, Outcome, differences
 
-# Relative differences that rounding may make, by dtype; above it, rounding is measured, which takes as long as
-# another step. In float32 the gradients of SmolLM2, of 30 layers, differ by up to 1.5e-5.
+# Relative differences that rounding may make, by dtype; above it, rounding is measured, which takes another
+# step. In float32 the gradients of SmolLM2, of 30 layers, differ by up to 1.5e-5.
 RTOL = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 # A difference of so many times what noise makes is none of rounding, see NOTE [rounding as noise]. Of the 272
 # parameters of SmolLM2, in float32, the worst of a right step has 2.01, with one thread or two.
