@@ -1,11 +1,12 @@
 """Values that are the same everywhere, into which others are written: made like a value of their shape.
 
 `zeros(batch * length, width)` says nothing of rows, and would be made for all of them and kept.
-`zeros_like(x)` is made by rows.
+`zeros_like(x)` is made by rows. What is assigned in the places of a mask is chosen by it, place by place.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -147,6 +148,55 @@ def _written(node: Node) -> tuple[int, int, int, int, Node] | None:
         return None
     first, end, _ = slice(start, stop).indices(int(size))
     return dim, first, end, int(size), part
+
+
+# ---- in the places of a mask
+
+
+@rewrite(aten.index_put.default)
+def assigned_by_mask(graph: Graph, node: Node) -> Node | None:
+    """`x[mask] = value` -> `where(mask, value, x)`, for one value, or one for all places that are alike.
+
+    For x (before..., masked..., behind...), a mask (masked...), and a value that is broadcast to
+    (before..., places, behind...) and has no dim, or one of size 1, for the places.
+    """
+    call = arguments(node)
+    value, into, (mask, before) = call["values"], call["self"], _only_mask(call["indices"])
+    if mask is None or call["accumulate"] or len(shape_of(into)) < before + len(shape_of(mask)):
+        return None
+    masked = len(shape_of(mask))
+    behind = len(shape_of(into)) - before - masked
+    place = len(shape_of(value)) - behind - 1  # the dim of the value for the places that the mask selects
+    if place >= 0 and shape_of(value)[place] != 1:
+        return None
+    for _ in range(behind):
+        mask = insert(graph, node, aten.unsqueeze.default, mask, -1)
+    number = _number(value)
+    if number is not None:
+        return insert(graph, node, aten.masked_fill.Scalar, into, mask, number)
+    for _ in range(masked - 1 if place >= 0 else 0):
+        value = insert(graph, node, aten.unsqueeze.default, value, place)
+    for _ in range(1 - masked if place >= 0 else 0):
+        value = insert(graph, node, aten.squeeze.dim, value, place)
+    return insert(graph, node, aten.where.self, mask, value, into)
+
+
+def _only_mask(indices: Any) -> tuple[Node | None, int]:
+    """The only index, if it is a mask, and how many dims are before those that it has."""
+    given = [(n, dim) for dim, n in enumerate(indices) if n is not None]
+    alone = len(given) == 1 and given[0][0].meta["val"].dtype == torch.bool and shape_of(given[0][0])
+    return given[0] if alone else (None, 0)
+
+
+def _number(value: Node) -> Any:
+    """The number that a constant of the graph is; None of any other value."""
+    while value.target in (aten.detach.default, aten.alias.default):
+        value = value.args[0]  # type: ignore[assignment]
+    if value.op != "get_attr":
+        return None
+    constant = operator.attrgetter(value.target)(value.graph.owning_module)  # type: ignore[arg-type]
+    one = isinstance(constant, torch.Tensor) and constant.numel() == 1 and not constant.requires_grad
+    return constant.item() if one else None
 
 
 # ---- rows put in the places of a mask, as rows that are looked up

@@ -191,6 +191,50 @@ def selected_by_the_row_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
+# ---- one value for all places of a mask
+
+
+def factors() -> dict[str, Any]:
+    torch.manual_seed(5)
+    return {"one": nn.Parameter(torch.tensor(0.7)), "row": nn.Parameter(torch.randn(WIDTH))}
+
+
+def assigned(y: Tensor, mask: Tensor, value: Any) -> Tensor:
+    y[mask] = value
+    return y
+
+
+@CASES.block()
+def scores_assigned_by_a_mask(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    scores = m.scores(x)
+    scores[:, :, torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)] = -torch.inf
+    return x + m.weighted(x, scores.softmax(-1))
+
+
+@CASES.block(parts=factors)
+def rows_assigned_by_a_mask(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y = assigned(m.lin(x), x.sum(-1) > 0.2, m.row)
+    return x + assigned(y, x[..., 0] < 0, 0.0) + assigned(m.lin2(x), ids % 3 == 0, m.row[None])
+
+
+@CASES.block(parts=factors)
+def entries_assigned_by_a_mask(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    y = assigned(m.lin(x), x < 0, m.one)
+    y[..., torch.arange(WIDTH) % 3 == 0] = m.one
+    y[x[..., 0] > 0, 2] = 1.5
+    return x + y
+
+
+@CASES.block(WARNED, factors)
+def assigned_by_a_mask_of_all_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + assigned(m.lin(x), x > x.mean(1, keepdim=True), m.one)
+
+
+@CASES.block(WARNED, factors)
+def assigned_by_the_row_behind(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return x + assigned(m.lin(x), F.pad(x[:, 1:, 0] > 0, (0, 1)), m.row)
+
+
 @CASES.loss(f"{STREAMED}|{PARTLY}", parts)
 def a_loss_of_selected_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     mask = ids[:, 1:] % 3 != 0

@@ -227,3 +227,59 @@ def test_what_is_written_into_is_made_like_a_value_of_its_shape() -> None:
     module, ops = normal(function, given)
     assert aten.full_like.default in ops and aten.full.default not in ops
     torch.testing.assert_close(module(given), function(given))
+
+
+MASKED = {  # x, mask, value, dims of x before the mask
+    "places": ((2, 5, 4), (2, 5, 4), (), 0), "rows": ((2, 5, 4), (2, 5), (), 0),
+    "a row for each": ((2, 5, 4), (2, 5), (4,), 0), "a row of one": ((2, 5, 4), (2, 5), (1, 4), 0),
+    "columns": ((2, 5, 4), (4,), (), 2), "columns of each row": ((2, 5, 4), (4,), (2, 5, 1), 2),
+    "in the middle": ((2, 3, 5, 4), (3, 5), (2, 1, 4), 1), "batch": ((2, 5, 4), (2,), (5, 4), 0),
+}  # fmt: skip
+
+
+def put(x: Tensor, mask: Tensor, value: Tensor, before: int) -> Tensor:
+    return aten.index_put(x, [*[None] * before, mask], value)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_value_assigned_by_a_mask(name: str) -> None:
+    *shapes, before = MASKED[name]
+    x, mask, value = drawn(*shapes)
+    module, ops = normal(lambda x, m, v: put(x, m, v, before), x, mask > 0, value)
+    assert aten.index_put.default not in ops
+    for chosen in (mask > 0, mask > torch.inf, mask < torch.inf):
+        given = [v.clone().requires_grad_() for v in (x, value)]
+        expected = [v.clone().requires_grad_() for v in (x, value)]
+        found, wanted = module(given[0], chosen, given[1]), put(expected[0], chosen, expected[1], before)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        weights = torch.linspace(0.5, 1.5, wanted.numel(), dtype=wanted.dtype).view_as(wanted)
+        for result in (found, wanted):
+            (result * weights).sum().backward()
+        for one, other in zip(given, expected, strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_values_for_each_place_of_a_mask_stay() -> None:
+    x, mask = drawn((2, 5, 4), (2, 5))
+    values = torch.ones(int((mask > 0).sum()), 4, dtype=torch.float64)
+    _, ops = normal(lambda x, m, v: put(x, m, v, 0), x, mask > 0, values)
+    assert aten.index_put.default in ops
+    _, ops = normal(lambda x, m: aten.index_put(x, [m], x.sum(), True), x, mask > 0)
+    assert aten.index_put.default in ops
+    number = torch.arange(2)
+    _, ops = normal(lambda x, n: aten.index_put(x, [n, n], x.sum()), x, number)
+    assert aten.index_put.default in ops
+    _, ops = normal(lambda x: aten.index_put(x, [x.sum() > 0], x.sum()), x)
+    assert aten.index_put.default in ops, "a mask of no dims is not looked at by the op"
+
+
+def test_a_number_assigned_by_a_mask_is_a_fill() -> None:
+    x, mask = drawn((2, 5, 4), (2, 5))
+    number = torch.tensor(-torch.inf, dtype=x.dtype)
+
+    def assign(x: Tensor, mask: Tensor) -> Tensor:
+        return put(x, mask, aten.detach(aten.lift_fresh_copy(number)), 0)
+
+    module, ops = normal(assign, x, mask > 0)
+    assert aten.masked_fill.Scalar in ops
+    torch.testing.assert_close(module(x, mask > 0), assign(x, mask > 0))
