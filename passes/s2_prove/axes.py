@@ -211,14 +211,26 @@ def custom_layout(context: RuleContext, node: Node) -> Layout:
     if call.is_elementwise():
         return align(context, call.tensors[0], call.tensors)
     context.seen.update(call.tensors)
-    return call.layout(axes(call.captured, call.merged))
+    return call.layout(_inner_axes(call))
 
 
 def selection_layout(context: RuleContext, node: Node) -> Layout:
     """Rows that are selected, worked on and put back, by the rules of the ops."""
     call = SelectionCall(context.facts, node)
     context.seen.update(n for n in operands(node))
-    return call.layout(axes(call.captured, call.merged))
+    return call.layout(_inner_axes(call))
+
+
+def _inner_axes(call: FunctionCall | SelectionCall) -> Facts:
+    """Kinds and layouts of the ops that a node is made of.
+
+    Raises:
+        NotSeparable: they do something beside computing values of each row; whole, the node may.
+    """
+    try:
+        return axes(call.captured, call.merged)
+    except NotPureError as error:
+        raise NotSeparable(error.reason) from error
 
 
 def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:

@@ -127,7 +127,7 @@ def selected_by_data(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-@CASES.block(WARNED, parts)
+@CASES.block(parts=parts)
 def replaced_by_a_number(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     out = x * 1.5
     out[m.router(x)[..., 0] > 0] = 0.25
@@ -181,6 +181,12 @@ def put_twice_at_one_place(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     out = torch.zeros_like(flat)
     out[row] = m.experts[0](flat[row]) * weights[row, choice, None]
     return x + out.view_as(x)
+
+
+@CASES.block(WARNED, parts)
+def a_row_whose_number_is_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    number = int(ids.max())
+    return x + m.lin(x) * m.table[number]
 
 
 @CASES.block(WARNED, parts)
