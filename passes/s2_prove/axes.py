@@ -144,15 +144,16 @@ def _refuse_functional_forms(facts: Facts) -> None:
 def _refuse_numbers(facts: Facts) -> None:
     """Raise if a number is taken from the values of a tensor (`item()` in a hook): it is no size.
 
+    How many rows were selected by their values is such a number where it is used beside those rows.
+
     Raises:
         NotPureError: it is.
     """
     for node in facts.nodes:
         if node.op != "call_function" or tensors_of(node):
             continue
-        given = [t for n in node.all_input_nodes for t in tensors_of(n)]
         value = node.meta.get("val")
-        if given and value is not None and free_unbacked_symbols(value) - free_unbacked_symbols(given):
+        if value is not None and free_unbacked_symbols(value) and any(map(tensors_of, node.all_input_nodes)):
             raise NotPureError("a number is taken from the values of a tensor", node)
 
 
@@ -252,6 +253,8 @@ def _layout(facts: Facts, context: RuleContext, node: Node) -> Layout | None:
             raise NotSeparable(f"a weight of it is a {opaque}, which has operations of its own")
         if function is None:
             raise NotSeparable(f"no rule for {node.target}")
+        if any(free_unbacked_symbols(tensors_of(n)) for n in (node, *operands(node))):
+            raise NotSeparable("a size of it is known only when it runs")
         if facts.kinds[node] is Kind.WHOLE:
             return ask(_whole_rows(function), context, node)
         return _bias(function, context, node) if _has_no_rows(facts, node) else ask(function, context, node)

@@ -190,6 +190,27 @@ def a_row_whose_number_is_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 
 @CASES.block(WARNED, parts)
+def how_many_beside_all_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """How many there are is no size that a part behind knows."""
+    at = (ids[0] == ids[0, 0]).nonzero()[:, 0]
+    return x + m.lin(x) * len(at) + x[:, at].mean(1, keepdim=True)
+
+
+@CASES.block(WARNED, parts)
+def kept_for_later(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    at = (ids[0] == ids[0, 0]).nonzero()[:, 0]
+    kept = m.lin(x[:, at])
+    x = x + m.attend(m.norm(x))
+    return x + kept.mean(1, keepdim=True)
+
+
+@CASES.block(WARNED, parts)
+def a_table_of_those_that_there_are(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    known, place = torch.unique(ids, return_inverse=True)
+    return x + m.embed(known)[place]
+
+
+@CASES.block(WARNED, parts)
 def selected_by_the_row_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     mask = F.pad(m.router(x)[:, :-1, 0] > 0, (1, 0))
     out = x.clone()
