@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import shape_of, tensors_of
 from ..graph.op_arguments import arguments
-from .normalize import insert, is_returned, rewrite
+from .normalize import AHEAD, insert, is_returned, rewrite
 
 aten = torch.ops.aten
 FILLS: dict[Any, float | None] = {
@@ -152,6 +152,16 @@ def _written(node: Node) -> tuple[int, int, int, int, Node] | None:
 
 # ---- in the places of a mask
 
+LIFTED = "lifted"  # of a constant that the graph itself has made: nobody else can change it
+
+
+@AHEAD.append
+def note_lifted(graph: Graph) -> None:
+    """Note which constants come from the function that was captured, as of `torch.tensor(0.5)` in it."""
+    for node in graph.nodes:
+        if node.target in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
+            node.args[0].meta[LIFTED] = True
+
 
 @rewrite(aten.index_put.default)
 def assigned_by_mask(graph: Graph, node: Node) -> Node | None:
@@ -167,17 +177,16 @@ def assigned_by_mask(graph: Graph, node: Node) -> Node | None:
     masked = len(shape_of(mask))
     behind = len(shape_of(into)) - before - masked
     place = len(shape_of(value)) - behind - 1  # the dim of the value for the places that the mask selects
-    if place >= 0 and shape_of(value)[place] != 1:
+    number = _number(value)
+    unlike = place >= 0 and shape_of(value)[place] != 1
+    if unlike or (number is None and value.op == "get_attr"):
         return None
     for _ in range(behind):
         mask = insert(graph, node, aten.unsqueeze.default, mask, -1)
-    number = _number(value)
     if number is not None:
         return insert(graph, node, aten.masked_fill.Scalar, into, mask, number)
     for _ in range(masked - 1 if place >= 0 else 0):
         value = insert(graph, node, aten.unsqueeze.default, value, place)
-    for _ in range(1 - masked if place >= 0 else 0):
-        value = insert(graph, node, aten.squeeze.dim, value, place)
     return insert(graph, node, aten.where.self, mask, value, into)
 
 
@@ -189,14 +198,13 @@ def _only_mask(indices: Any) -> tuple[Node | None, int]:
 
 
 def _number(value: Node) -> Any:
-    """The number that a constant of the graph is; None of any other value."""
+    """The number that a constant of the function is; None of any other value."""
     while value.target in (aten.detach.default, aten.alias.default):
         value = value.args[0]  # type: ignore[assignment]
-    if value.op != "get_attr":
+    if value.op != "get_attr" or LIFTED not in value.meta:
         return None
     constant = operator.attrgetter(value.target)(value.graph.owning_module)  # type: ignore[arg-type]
-    one = isinstance(constant, torch.Tensor) and constant.numel() == 1 and not constant.requires_grad
-    return constant.item() if one else None
+    return constant.item() if constant.numel() == 1 else None
 
 
 # ---- rows put in the places of a mask, as rows that are looked up
