@@ -21,7 +21,7 @@ from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
 from .dynamo.attribute_stores import keep_attribute_stores
-from .dynamo.each_frame import watch_frames
+from .dynamo.each_frame import end_graphs_at_numbers, watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import IN_FORWARD_MODE, MAY_CHANGE, guard_hooks, hook_on_saved_tensors, is_forward_mode
 from .dynamo.loops import note_graph, watch_calls, with_compared_loops
@@ -47,7 +47,7 @@ from .models.traced_calls import in_the_words_of_the_model
 from .options import Options
 from .passes import PassError, analyze
 from .passes.graph.facts import Facts
-from .passes.graph.functionalization import CheckpointedError, NotPureError
+from .passes.graph.functionalization import CheckpointedError, NotPureError, NumberError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
@@ -386,6 +386,8 @@ class CompiledGraph:
                 facts.not_again_groups = self.stored.forward_only
                 facts.several = self.stored.several(facts)
         except PassError as error:
+            if isinstance(error.cause, NumberError):
+                end_graphs_at_numbers()  # does not return if they may
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
                 found = self._instead(f"the model runs unstreamed: {error.cause.reason}{line}")

@@ -55,6 +55,10 @@ class CheckpointedError(MutationError):
     """A checkpointed region does what is right only where Python runs the checkpoint itself."""
 
 
+class NumberError(NotPureError):
+    """A number is taken from the values of a tensor, which a shorter graph would be given."""
+
+
 class HookError(NotPureError):
     """The graph registers a hook on the gradient of a value."""
 

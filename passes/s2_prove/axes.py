@@ -26,7 +26,7 @@ from ..graph.facts import (
     shape_of,
     tensors_of,
 )
-from ..graph.functionalization import MutationError, NotPureError
+from ..graph.functionalization import MutationError, NotPureError, NumberError
 from ..graph.purity import is_random
 from ..graph.sources import is_kept_by_model, path
 from ..rules import Rule, RuleContext, rule_for
@@ -147,14 +147,14 @@ def _refuse_numbers(facts: Facts) -> None:
     How many rows were selected by their values is such a number where it is used beside those rows.
 
     Raises:
-        NotPureError: it is.
+        NumberError: it is.
     """
     for node in facts.nodes:
         if node.op != "call_function" or tensors_of(node):
             continue
         value = node.meta.get("val")
         if value is not None and free_unbacked_symbols(value) and any(map(tensors_of, node.all_input_nodes)):
-            raise NotPureError("a number is taken from the values of a tensor", node)
+            raise NumberError("a number is taken from the values of a tensor", node)
 
 
 def _reached_by_gradients(facts: Facts) -> set[Node]:

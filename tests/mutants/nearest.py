@@ -93,6 +93,7 @@ OF_PICKED = {
     ],
     "streambp_fx/dynamo/skipped_frames.py": ["tests/e2e/guards/test_bypasses.py"],
     "streambp_fx/dynamo/each_frame.py": [
+        "tests/e2e/losses/test_numbers_of_rows.py",
         "tests/e2e/guards/test_bypasses.py",
         "tests/e2e/inputs/test_messages.py",
     ],
