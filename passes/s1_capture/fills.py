@@ -172,7 +172,7 @@ def assigned_by_mask(graph: Graph, node: Node) -> Node | None:
     """
     call = arguments(node)
     value, into, (mask, before) = call["values"], call["self"], _only_mask(call["indices"])
-    if mask is None or call["accumulate"] or len(shape_of(into)) < before + len(shape_of(mask)):
+    if mask is None or call["accumulate"]:
         return None
     masked = len(shape_of(mask))
     behind = len(shape_of(into)) - before - masked
@@ -199,7 +199,7 @@ def _only_mask(indices: Any) -> tuple[Node | None, int]:
 
 def _number(value: Node) -> Any:
     """The number that a constant of the function is; None of any other value."""
-    while value.target in (aten.detach.default, aten.alias.default):
+    while value.target is aten.detach.default:
         value = value.args[0]  # type: ignore[assignment]
     if value.op != "get_attr" or LIFTED not in value.meta:
         return None
