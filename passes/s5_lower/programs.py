@@ -22,6 +22,7 @@ from ..step.build import Builder
 from ..step.checker import check
 from ..step.instructions import BY_COLUMNS, Buffer, BufferKind
 from ..step.procedure import Procedure
+from ..step.row_chunks import chunk_size
 from ..step.saving import Price
 from ..step.signature import PROGRAMS, Signature
 from ..step.way import Way
@@ -264,7 +265,8 @@ class SegmentPrograms:
         kinds = {kind for own in PROGRAMS.values() for kind in own}
         slots = {k: (tuple(self.slots(k).tensors), tuple(self.slots(k, True).tensors)) for k in kinds}
         reads_kept = frozenset(filter(self.reads_kept, kinds))
-        return Signature(way, found, slots, reads_kept, self.segment.chained, self.in_turn)
+        size = chunk_size(self.segment, way.together is not None)
+        return Signature(way, found, slots, reads_kept, self.segment.chained, self.in_turn, size)
 
     def buffers(self, kind: BufferKind) -> list[Buffer]:
         """What goes into programs, of one kind."""

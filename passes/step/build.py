@@ -34,6 +34,7 @@ from .instructions import (
     ZeroRows,
 )
 from .procedure import Procedure
+from .row_chunks import chunk_size
 from .saving import shares
 from .way import Way
 
@@ -111,6 +112,7 @@ class Builder:
         self.in_turn = several and programs.in_turn
         self.at_once = several and not self.in_turn
         self.by_blocks = self.at_once and way.by_blocks
+        self.size = chunk_size(programs.segment, self.together)
 
     def forward(self) -> Procedure:
         """The outputs, and what is kept of each chunk."""
@@ -177,7 +179,7 @@ class Builder:
                 finishes=tuple(self.state_gradients),
                 own=True,
             )
-            body.append(Chunks((last, *rows)))
+            body.append(Chunks((last, *rows), size=self.size))
         body += map(Free, (*self.made_again, *self.state_gradients))
         body += map(Round, self.sums)
         held = [b for b in self.gradients if b not in self.passing]
@@ -198,9 +200,10 @@ class Builder:
         body += self._memory_of_gradients(BufferKind.ROWS)
         results = (*self.outputs, *self.gradients)
         run = Run("loss", self._inputs("loss"), results, adds=tuple(self.sums))
-        body.append(Chunks((run, *map(WriteRows, results)), over=Over.COUNTED))
+        body.append(Chunks((run, *map(WriteRows, results)), over=Over.COUNTED, size=self.size))
         if self.gradients:
-            body.append(Chunks(tuple(map(ZeroRows, self.gradients)), over=Over.NOT_COUNTED))
+            zeros = tuple(map(ZeroRows, self.gradients))
+            body.append(Chunks(zeros, over=Over.NOT_COUNTED, size=self.size))
         given = (*self.cotangents, *self._given())
         return Procedure("loss", given, tuple(body), (*results, *self.sums), self.way.several)
 
@@ -251,7 +254,8 @@ class Builder:
         """One after the other, over the rows of which the same is saved."""
         first = tuple(before)
         pieces = [(share, replace(run, price=price)) for share, price in shares(self.way.saves)]
-        loops = [Chunks((*first, own, *others), reverse=reverse, share=share) for share, own in pieces]
+        bodies = ((share, (*first, own, *others)) for share, own in pieces)
+        loops = [Chunks(body, reverse=reverse, share=share, size=self.size) for share, body in bodies]
         return [*reversed(loops)] if reverse else [*loops]
 
     def _inputs(self, program: str, kept: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
@@ -269,7 +273,7 @@ class Builder:
         filled = self.made_again if program == "columns" else self.states
         run = Run(program, self._inputs(program, kept), writes=tuple(filled), own=own)
         # of attention that a state is made of nothing is computed again
-        filling = self._loops(run) if kept and not own else [Chunks((run,))]
+        filling = self._loops(run) if kept and not own else [Chunks((run,), size=self.size)]
         if self.in_turn:
             return [*map(Receive, self.states), *filling, *map(Send, self.states)]
         return [*filling, *map(AllGather, self.states if self.at_once and not self.by_blocks else ())]

@@ -96,6 +96,9 @@ def _has_interface(procedure: Procedure, signature: Signature) -> None:
             raise Fault(f"it {words} {names(found)}, and not {names(other)}")
     if len(procedure.passing) != len(expected.passing) or set(procedure.passing) != expected.passing:
         raise Fault(f"it shares {names(procedure.passing)} with its neighbours, a chunk at a time")
+    for loop in procedure.body:
+        if isinstance(loop, Chunks) and loop.size is not signature.size:
+            raise Fault(f"its chunks are cut by {loop.size.value}, and not by {signature.size.value}", loop)
     if procedure.several is not way.several:
         raise Fault("its rows are those of one of several devices, or all, and the other is so")
 
@@ -125,7 +128,7 @@ def _joined(procedure: Procedure) -> Iterator[Instruction]:
 def _body_of(loop: Chunks) -> tuple[Any, ...]:
     """What a loop does with its rows, whatever is saved of them."""
     body = (replace(i, price=None) if isinstance(i, Run) else i for i in loop.body)
-    return (*body, loop.reverse, loop.over)
+    return (*body, loop.reverse, loop.over, loop.size)
 
 
 def _step(state: BufferStates, instruction: Instruction) -> None:

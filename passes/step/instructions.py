@@ -11,6 +11,7 @@ from enum import Enum
 
 from torch.fx import Node
 
+from .row_chunks import ChunkSize
 from .saving import ALL, Price, Share
 
 #: Where something lies that is not sent away.
@@ -115,12 +116,14 @@ class Chunks:
 
     Attributes:
         share: of all rows, those that it runs over.
+        size: how many rows a chunk has at most.
     """
 
     body: tuple[Instruction, ...]
     reverse: bool = False
     over: Over = Over.RUN
     share: Share = ALL
+    size: ChunkSize = ChunkSize.LAYER
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .instructions import Buffer, BufferKind, Chunks, Run
+from .row_chunks import ChunkSize
 from .saving import Price, shares
 from .way import Way
 
@@ -44,6 +45,7 @@ class Signature:
         reads_kept: programs that take what is kept.
         chained: some state is made of another state.
         in_turn: one of several devices waits for the other.
+        size: how many rows its chunks have at most.
     """
 
     way: Way
@@ -52,6 +54,7 @@ class Signature:
     reads_kept: frozenset[str]
     chained: bool
     in_turn: bool
+    size: ChunkSize = ChunkSize.LAYER
 
     def knows(self, buffer: Buffer) -> bool:
         """True if the segment has such a buffer."""

@@ -99,7 +99,7 @@ class ProcedureWalk:
 
     def _costs(self, within: _Bound) -> list[ChunkCost]:
         ((loop, run),) = within.call.procedure.runs()
-        return self.cost.calls_of(within.runner, run, self.sizes, loop.share)
+        return self.cost.calls_of(within.runner, run, self.sizes, loop)
 
     # ---- a chunk of several segments: its rows, and what is kept of it, are there until somebody frees them
 
@@ -198,7 +198,7 @@ class ProcedureWalk:
         cause, keeps = self.cause_of_programs(segment), any(isinstance(inner, Keep) for inner in loop.body)
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
             yield from self._blocks(run, within)
-            calls, held = self.cost.calls_of(runner, run, self.sizes, loop.share), self.ledger.bytes()
+            calls, held = self.cost.calls_of(runner, run, self.sizes, loop), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
                 more = call.peak + self._staged(run, within, call) + self._block(run, runner)
                 now = {**held, cause: held.get(cause, 0) + more}
@@ -270,7 +270,7 @@ class ProcedureWalk:
         """Bytes that the forward of a segment saves."""
         runs = ((loop, run) for loop, run in call.procedure.runs() if run.price is not None)
         runner = self.runner(call)
-        calls = (c for loop, run in runs for c in self.cost.calls_of(runner, run, self.sizes, loop.share))
+        calls = (c for loop, run in runs for c in self.cost.calls_of(runner, run, self.sizes, loop))
         return self.cost.share(sum(c.saved for c in calls))
 
     def cause_of_programs(self, segment: Segment) -> str:

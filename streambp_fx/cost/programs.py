@@ -23,7 +23,8 @@ from ..passes.s4_trace.carried_state import state_of_recurrence
 from ..passes.s4_trace.program_inputs import Extent
 from ..passes.s5_lower.programs import Trace
 from ..passes.s6_schedule.own_rows import made_by_rows
-from ..passes.step.instructions import Buffer, BufferKind, Run
+from ..passes.step.instructions import Buffer, BufferKind, Chunks, Run
+from ..passes.step.row_chunks import ChunkSize, chunk_size, rows_before
 from ..passes.step.saving import ALL, Share, is_within
 from ..runtime.executor import Executor
 from ..runtime.segments.column_blocks import can_take_turns
@@ -160,34 +161,44 @@ class ProgramCosts:
         rows = sizes.tokens
         return twice / rows * sizes.chunk if sizes.symbolic else twice * sizes.chunk // rows
 
-    def extents(self, runner: SegmentRunner, sizes: Sizes, share: Share = ALL) -> list[Any]:
-        """The chunks of a share of a segment's rows; with symbolic sizes the last one alone."""
-        rows = sizes.chunk if runner.segment.mixings else sizes.loss_chunk
-        full = self.is_full(runner)
+    def extents(
+        self, runner: SegmentRunner, sizes: Sizes, share: Share = ALL, size: ChunkSize | None = None
+    ) -> list[Any]:
+        """The chunks of a share of a segment's rows; with symbolic sizes the last one alone.
+
+        Args:
+            size: of the loop; None: as where the segment runs by itself.
+        """
+        rows, full = (size or chunk_size(runner.segment)).of(sizes), self.is_full(runner)
         if not sizes.symbolic:
             found = runner.extents_of(sizes.tokens, rows, full)
             return [e for e in found if is_within(e.start, sizes.tokens, share)]
         total = sizes.tokens - runner.segment.removed
-        end = total * share[1]
-        prefix = end - rows if runner.segment.mixings else 0
-        window = runner.segment.window
-        low = 0 if runner.segment.mixings else end - rows
-        if window is not None:
-            prefix = int(window) - 1
-            low = end - rows - prefix
-        return [Extent(rows, prefix, low, total, full)]
+        start, before = total * share[1] - rows, rows_before(runner.segment, full)
+        prefix = start if before is None else before
+        return [Extent(rows, prefix, start - prefix, total, full)]
 
-    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes, share: Share = ALL) -> list[ChunkCost]:
-        """What each chunk of a share of a segment's rows costs; identical segments are counted once."""
+    def calls_of(self, runner: SegmentRunner, run: Run, sizes: Sizes, loop: Chunks) -> list[ChunkCost]:
+        """What each chunk of a loop costs a program; identical segments are counted once."""
+        share, size = loop.share, loop.size
         step = (sizes.tokens, sizes.chunk, sizes.loss_chunk, *sizes.others.items())
         if self._counted != step:
             self._counted, self._calls_of = step, {}
         plain = self.plain_of(runner)
         segment = runner.segment
-        key = (id(runner.programs), run, plain, self.is_full(runner), segment.window, segment.removed, share)
+        key = (
+            id(runner.programs),
+            run,
+            plain,
+            self.is_full(runner),
+            segment.window,
+            segment.removed,
+            share,
+            size,
+        )
         if key not in self._calls_of:
-            found, extents = [], self.extents(runner, sizes, share)
-            first = 0 if share == ALL else len(self.extents(runner, sizes, (ALL[0], share[0])))
+            found, extents = [], self.extents(runner, sizes, share, size)
+            first = 0 if share == ALL else len(self.extents(runner, sizes, (ALL[0], share[0]), size))
             for chunk, extent in enumerate(extents, first):
                 cost = self.program(runner, run, extent, sizes)
                 each = functools.partial(self._over_chunks, share=share) if sizes.symbolic else self.value
@@ -236,8 +247,8 @@ class ProgramCosts:
         plain = self.plain_of(runner)
         numbers = extent
         if sizes.symbolic:
-            window = runner.segment.window
-            prefix = 0 if not runner.segment.mixings else int(window) - 1 if window is not None else SAMPLE
+            before = rows_before(runner.segment, extent.full)
+            prefix = SAMPLE if before is None else before
             numbers = Extent(SAMPLE, prefix, 0, SAMPLE + prefix, extent.full)
         own = numbers.own() if run.own else numbers
         key = (id(runner.programs), run.program, run.price, plain, own.pattern)

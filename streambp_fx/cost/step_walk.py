@@ -111,10 +111,7 @@ class StepWalk(ProcedureWalk):
         for value in instruction.inputs:
             if value.kind is ValueKind.GRADIENT and value not in self.ledger.held and shape_of(value.node):
                 self._hold_gradient(value)
-        sizes = self.sizes
-        self.sizes = replace(sizes, loss_chunk=sizes.chunk)  # a head runs by the chunks of the layers
         yield from self.walk_one_loop(instruction.loop, self.phase)
-        self.sizes = sizes
         if not instruction.again:
             self._hold_outputs(v for v in instruction.results if v.node in self.facts.segments[-1].outputs)
 

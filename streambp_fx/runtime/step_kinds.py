@@ -121,9 +121,9 @@ def step_kind(
         number = seen[id(runner.programs)] = len(seen)
         if call.way.keeps_states:
             programs.add((number, "states of recurrences are kept"))
-        extents = runner.extents(step)
+        extents = runner.extents(step, call.size)
         is_loss = isinstance(call, CallLoss) and sweep is not None
-        blocks = sweep.blocks(extents) if is_loss and sweep is not None else runner.blocks(step)
+        blocks = sweep.blocks(extents) if is_loss and sweep is not None else runner.blocks(step, call.size)
         programs.update((number, *_trace(runner, b, step)) for b in blocks)
         if len({b.extent.start for b in blocks}) < len(extents):
             programs.add((number, "a chunk is not run"))

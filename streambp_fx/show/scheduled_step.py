@@ -15,6 +15,7 @@ from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
 from ..passes.s3_cut.segment import samples
 from ..passes.s6_schedule.program import ChunksFirst, unrolled
+from ..passes.s6_schedule.program.values import CHUNK, LOSS_CHUNK
 from ..units import readable
 from .scheduled_segment import ScheduledSegment
 
@@ -165,8 +166,9 @@ class ScheduledStep:
         """How many chunks a segment runs in, if the sequence length is known."""
         if self.seq_len is None or not segment.chunked or segment.kind == "unchunked":
             return None if self.seq_len is None else 1
-        rows = self.options.rows if segment.mixings else self.loss_rows
-        return -(-(self.seq_len - segment.removed) // rows)
+        calls = (c for c in self.cost.step_program.calls() if c.segment == segment.index)
+        sizes = {self.facts.sequence: self.seq_len, CHUNK: self.options.rows, LOSS_CHUNK: self.loss_rows}
+        return int(next(calls).chunks.subs(sizes))
 
     def for_length(self: Self, seq_len: int | None = None) -> Self:
         """The same schedule for a sequence length: by default that of the call that was captured."""

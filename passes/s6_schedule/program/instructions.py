@@ -10,8 +10,9 @@ import sympy
 from ...graph.subgraph import Subgraph
 from ...step.instructions import Buffer, BufferKind
 from ...step.procedure import Procedure
+from ...step.row_chunks import ChunkSize, chunk_size
 from ...step.way import Way
-from .values import CHUNK, DEVICE, LOSS_CHUNK, Value, ValueKind
+from .values import DEVICE, ROWS_OF_CHUNK, Value, ValueKind
 
 if TYPE_CHECKING:
     from ...s5_lower.programs import SegmentPrograms
@@ -100,8 +101,12 @@ class Call(StepInstruction):
         """How many chunks there are, in the sequence length and the rows of a chunk."""
         segment, sequence = self.programs.segment, self.programs.facts.sequence
         assert sequence is not None
-        by_chunks = segment.mixings or self.way.together is not None
-        return sympy.ceiling((sequence - segment.removed) / (CHUNK if by_chunks else LOSS_CHUNK))
+        return sympy.ceiling((sequence - segment.removed) / ROWS_OF_CHUNK[self.size])
+
+    @property
+    def size(self) -> ChunkSize:
+        """How many rows a chunk has at most."""
+        return chunk_size(self.programs.segment, self.way.together is not None)
 
     def bindings(self) -> dict[Buffer, Value]:
         """The values that the buffers of the procedure stand for, as far as they outlive it."""

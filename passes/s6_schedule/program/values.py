@@ -9,11 +9,13 @@ import sympy
 from torch.fx import Node
 
 from ...step.instructions import DEVICE as DEVICE
+from ...step.row_chunks import ChunkSize
 
 #: Who adds to a gradient besides segments.
 EPILOGUE, CALLER = -1, -2
 #: Rows of a chunk, of a layer and of a loss head.
 CHUNK, LOSS_CHUNK = (sympy.Symbol(n, integer=True, positive=True) for n in ("chunk", "loss_chunk"))
+ROWS_OF_CHUNK = {ChunkSize.LAYER: CHUNK, ChunkSize.LOSS: LOSS_CHUNK}
 
 
 class ValueKind(Enum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from ...passes.graph.facts import Segment
-from ...passes.s4_trace.program_inputs import Extent
 from ...passes.s6_schedule.program import ChunksFirst as Loop
 from ...passes.s6_schedule.program.one_loop import HandOn, OneLoop, Within
 from ...passes.step.instructions import BufferKind, Over
+from ...passes.step.row_chunks import ChunkSize
 from .failures import refuse_other_backwards
 from .interpreter import Frame, blocks_of, execute, prepare, results_of
 from .owned_buffers import as_it_is
@@ -53,15 +53,6 @@ class Chain:
     def inputs(self) -> list[Node]:
         """The same of all segments, one after the other; what several read is there several times."""
         return [n for k in range(len(self.segments)) for n in self.given(k)]
-
-    def blocks(self, runner: SegmentRunner, step: StepData, over: Over) -> list[RowBlock]:
-        """The chunks of one segment: those of the first that reads along the sequence."""
-        assert over is Over.RUN
-        if runner.segment.mixings:
-            return runner.blocks(step)
-        leader = next(r for r in self.runners if r.segment.mixings)
-        every = leader.blocks(step)
-        return [replace(b, extent=Extent(b.extent.rows, 0, b.extent.start, b.extent.total)) for b in every]
 
     @property
     def whole(self) -> list[list[Node]]:
@@ -176,6 +167,11 @@ def _execute(own: Within, frames: dict[int, Frame]) -> None:
         execute(instruction, frame)
 
 
+def _blocks(runner: SegmentRunner, step: StepData, over: Over, size: ChunkSize) -> list[RowBlock]:
+    assert over is Over.RUN
+    return runner.blocks(step, size)
+
+
 def _frames(
     chain: Chain, step: StepData, tensors: Sequence[Tensor], whole: Iterable[Sequence[Tensor]]
 ) -> dict[int, Frame]:
@@ -188,6 +184,5 @@ def _frames(
         )
         held = {b: values[n] for b in buffers if (n := runner.twins[b.node]) in values}  # type: ignore[index]
         held.update(zip(runner.programs.buffers(BufferKind.WHOLE), others, strict=True))
-        blocks = partial(chain.blocks, runner, step)
-        found[segment.index] = Frame(runner, step, held, tensors[0], blocks)
+        found[segment.index] = Frame(runner, step, held, tensors[0], partial(_blocks, runner, step))
     return found

@@ -37,6 +37,7 @@ from ...passes.step.instructions import (
     ZeroRows,
 )
 from ...passes.step.procedure import Procedure
+from ...passes.step.row_chunks import ChunkSize
 from ...passes.step.saving import is_within
 from . import rows_elsewhere
 from .column_blocks import ColumnBlocks
@@ -44,7 +45,7 @@ from .own_rows import OwnRows
 from .segment_runner import SegmentRunner
 from .step_blocks import RowBlock, StepData
 
-Blocks = Callable[[Over], list[RowBlock]]
+Blocks = Callable[[Over, ChunkSize], list[RowBlock]]
 
 
 @dataclass
@@ -149,7 +150,7 @@ def _new(buffer: Buffer, frame: Frame, zero: bool, place: str, own: bool = False
     if place != DEVICE:
         return frame.runner.allocate_elsewhere(buffer.node, frame.step, place, zero)
     if buffer.by_chunk:
-        chunks = len(frame.blocks(Over.RUN))
+        chunks = len(frame.blocks(Over.RUN, ChunkSize.LAYER))
         return frame.runner.states_of_recurrence(buffer, chunks, frame.step, frame.like)
     if buffer.kind is BufferKind.SUM:  # in the memory layout of what it is the gradient of
         constant = frame.tensors[Buffer(BufferKind.CONSTANT, buffer.node)]
@@ -199,7 +200,7 @@ def _chunks(instruction: Chunks, frame: Frame) -> None:
 
 def blocks_of(loop: Chunks, frame: Frame) -> list[tuple[int, RowBlock]]:
     """The chunks of a loop, with their places among all."""
-    blocks = enumerate(frame.blocks(loop.over))
+    blocks = enumerate(frame.blocks(loop.over, loop.size))
     return [(k, b) for k, b in blocks if is_within(b.extent.start, frame.step.total, loop.share)]
 
 

@@ -121,7 +121,7 @@ class OneSweepHead(torch.autograd.Function):
         """
         frame = frame_of(runner, step, tensors, whole)
         extents = runner.extents(step)
-        frame.blocks = lambda over: sweep.blocks(extents, over is not Over.NOT_COUNTED)
+        frame.blocks = lambda over, size: sweep.blocks(extents, over is not Over.NOT_COUNTED)
         (cotangent,) = runner.programs.buffers(BufferKind.COTANGENT)
         frame.tensors[cotangent] = _own(sweep.coefficients, runner, step).contiguous()
         loss, ctx.procedure = procedures
@@ -131,7 +131,8 @@ class OneSweepHead(torch.autograd.Function):
             outputs = tuple(sweep.epilogue(output if lies is None else lies.gather(output)))
         ctx.position = sweep.position
         finished = dict(zip(ctx.procedure.parameters, made, strict=True))
-        ctx.frame = Frame(runner, step, finished, (made or [output])[0], lambda over: [], unit=frame.unit)
+        like = (made or [output])[0]
+        ctx.frame = Frame(runner, step, finished, like, lambda over, size: [], unit=frame.unit)
         ctx.mark_non_differentiable(*(o for k, o in enumerate(outputs) if k != sweep.position))
         return outputs
 

@@ -127,7 +127,7 @@ def frame_of(
     buffers = (b for kind in kinds for b in runner.programs.buffers(kind))
     held = dict(zip(buffers, (*tensors, *whole), strict=True))
     like = next((t for t in (*tensors, *whole) if not rows_elsewhere.is_elsewhere(t)), tensors[0])
-    return Frame(runner, step, held, like, lambda over: runner.blocks(step))
+    return Frame(runner, step, held, like, lambda over, size: runner.blocks(step, size))
 
 
 def zeros_like_output(buffer: Buffer, frame: Frame) -> Tensor:

@@ -30,7 +30,7 @@ from ...passes.s4_trace.program_inputs import Extent
 from ...passes.s5_lower.lower import Lowered
 from ...passes.s5_lower.programs import SegmentPrograms
 from ...passes.step.instructions import BY_COLUMNS, BY_ROWS, Buffer, BufferKind
-from ...passes.step.row_chunks import split_rows
+from ...passes.step.row_chunks import ChunkSize, chunk_size, rows_before, split_rows
 from ...passes.step.saving import Price
 from . import rows_elsewhere
 from .column_blocks import can_take_turns
@@ -183,9 +183,9 @@ class SegmentRunner:
         """True if rows may read all rows in this step."""
         return self.segment.reach is Reach.FULL or any(m in step.full for m in self.masks)
 
-    def extents(self, step: StepData) -> list[Extent]:
-        """The chunks of this segment in a step."""
-        rows = step.chunk if self.segment.mixings else step.loss_chunk
+    def extents(self, step: StepData, size: ChunkSize | None = None) -> list[Extent]:
+        """The chunks of this segment in a step; None: of the size that they have where it runs by itself."""
+        rows = (size or chunk_size(self.segment)).of(step)
         total = step.total - self.segment.removed
         spans = None if step.own is None else step.own.spans(total)
         count = step.own.chunks_of_piece(rows) if step.own is not None and self.is_by_blocks(step) else 0
@@ -233,14 +233,12 @@ class SegmentRunner:
             count: chunks of each piece; 0: as many as it needs.
         """
         full = self.segment.reach is Reach.FULL if full is None else full
-        result = []
+        before, result = rows_before(self.segment, full), []
         total = tokens - self.segment.removed
         pieces = [(0, total)] if spans is None else spans
         cut = ((first, split_rows(end - first, chunk, count=count)) for first, end in pieces)
         for start, rows in ((first + k, rows) for first, own in cut for k, rows in own):
-            low = 0 if self.segment.mixings else start
-            if self.segment.window is not None and not full:
-                low = max(0, start - int(self.segment.window) + 1)
+            low = 0 if before is None else max(0, start - before)
             result.append(Extent(rows, start - low, low, total, full))
         return result
 
@@ -253,9 +251,9 @@ class SegmentRunner:
         places = {self.twins[n]: place for n, place in found.places.items()}
         return Samples(found.size, places)
 
-    def blocks(self, step: StepData) -> list[RowBlock]:
-        """The chunks of this segment in a step, each with the samples that it is run for."""
-        return [RowBlock(e, part) for e in self.extents(step) for part in step.parts(e.start)]
+    def blocks(self, step: StepData, size: ChunkSize | None = None) -> list[RowBlock]:
+        """The chunks of this segment in a step, as of `extents`, each with the samples that it is run for."""
+        return [RowBlock(e, part) for e in self.extents(step, size) for part in step.parts(e.start)]
 
     def counts(self, coefficients: Tensor, step: StepData) -> tuple[Tensor, Tensor]:
         """Which samples have a part in the loss in each chunk of a loss head, and how far, see `counts`.

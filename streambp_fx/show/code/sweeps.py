@@ -26,6 +26,7 @@ from ...passes.step.instructions import (
     Scale,
     WriteRows,
 )
+from ...passes.step.row_chunks import rows_before
 from ...passes.step.saving import Share
 from .body import docstring, returned, targets
 from .programs import Key, SegmentCode
@@ -117,8 +118,7 @@ class Sweeps:
     def _chunks(self, loop: Chunks, full: bool) -> list[str]:
         if loop.over is Over.NOT_COUNTED:  # the printed step leaves no rows out
             return []
-        chunk = "CHUNK" if self.segment.mixings else "LOSS_CHUNK"
-        found = f"enumerate(split_rows(total, {chunk}))"
+        found = f"enumerate(split_rows(total, {loop.size.value.upper()}))"
         chunks = f"reversed(list({found}))" if loop.reverse else found
         lines = [f"    for index, (start, rows) in {chunks}:", *self._outside(loop.share)]
         return lines + [line for i in loop.body for line in PRINT[type(i)](self, i, full)]
@@ -138,10 +138,10 @@ class Sweeps:
 
     def _extent(self, full: bool, own: bool) -> list[str]:
         """The columns of a chunk, as the runtime chooses them."""
-        low, comment = ("0", "") if self.segment.mixings and not own else ("start", "")
-        if not own and self.segment.window is not None and not full:
-            window = int(self.segment.window)
-            low, comment = f"max(0, start - {window - 1})", f"  # a window of {window} rows"
+        before = 0 if own else rows_before(self.segment, full)
+        low, comment = "0" if before is None else "start", ""
+        if before:
+            low, comment = f"max(0, start - {before})", f"  # a window of {before + 1} rows"
         lines = [f"        low = {low}{comment}", "        prefix = start - low"]
         if self.code.states:
             lines.append(f"        columns = {'total' if full and not own else 'prefix + rows'}")

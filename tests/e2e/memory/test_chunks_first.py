@@ -307,3 +307,21 @@ def test_columns_that_several_layers_read(kind: str) -> None:
             own(embeds).backward()
         for (name, want), got in zip(eager.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_head_in_the_loop_has_the_chunks_of_the_layers() -> None:
+    """What is counted, what is shown and what runs: 67 rows in chunks of 16, not of 5."""
+    model = build("llama", num_hidden_layers=2).double()
+    eager = copy.deepcopy(model)
+    transform(model, chunk=16, loss_chunk=5, order="chunks", logits="keep")
+    ids = torch.randint(0, 90, (2, 67), device=DEVICE)
+    for each in (eager, model):
+        each(input_ids=ids).logits.pow(2).mean().backward()
+    for want, found in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, want.grad)
+    schedule = streambp_fx.schedule(model).for_length(67)
+    head = schedule.segments[-1]
+    assert loops_of(model)[0][-1] == head.index and not head.mixings
+    assert schedule.chunks(head) == 5
+    counted = {m.chunk for m in schedule.timeline() if m.segment == head.index} - {None}
+    assert counted == set(range(5))

@@ -28,6 +28,7 @@ from streambp_fx.passes.step.instructions import (
     Scale,
 )
 from streambp_fx.passes.step.procedure import Procedure
+from streambp_fx.passes.step.row_chunks import ChunkSize
 from streambp_fx.passes.step.saving import ATTENTION
 from streambp_fx.passes.step.way import Way
 
@@ -169,6 +170,8 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
         "before it is multiplied",
     ),
     "an empty loop": ("forward", last(lambda p: Chunks(())), "nothing is done in it"),
+    "chunks of other rows, of a layer": ("backward", put(Chunks, size=ChunkSize.LOSS), "by loss_chunk"),
+    "chunks of other rows, of a head": ("loss", put(Chunks, size=ChunkSize.LAYER), "by chunk"),
     "rows that count, of a backward": ("backward", put(Chunks, over=Over.COUNTED), "not the rows"),
     "all rows, of a loss": ("loss", put(Chunks, over=Over.RUN), "not the rows"),
     "something else is saved of the same rows": ("backward in pieces", prices_exchanged, "something else is"),
