@@ -61,6 +61,7 @@ from .runtime.sharded_parameters import GraphGroups
 from .runtime.step_counts import GraphCounts, StepCounts, parameters_of, those_of
 from .runtime.step_kinds import StepKind
 from .schedule import Schedule
+from .sharding.others import DTENSORS, are_dtensors
 from .show.progress import announced
 from .unstreamed import (
     CUT_AT_BUCKETS,
@@ -207,6 +208,9 @@ def _compiled_graph(
     if lengths.sequence:
         specialize_floats(module)
     remove_declarations(module, example_inputs)
+    if are_dtensors(example_inputs):
+        warn(f"the graph runs unstreamed: {DTENSORS}")
+        return Unstreamed(otherwise.run, f"the graph runs unstreamed: {DTENSORS}", counts)
     if not lengths.sequence:
         why = explain_unstreamed(module, lengths, unknown)
         return Unstreamed(otherwise.run, f"the graph runs unstreamed: {why}", counts)

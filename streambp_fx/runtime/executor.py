@@ -232,7 +232,8 @@ class Executor:
         """Ask the data what decides how the step runs: in time linear in the sequence."""
         values, sizes = self.begin(inputs)
         chosen = f"{rows or self.options.rows} {self.policy}"
-        alike = self.shares.agree(inputs, chosen, stored=self.stored is not None)
+        exchanged = f"{self.policy.every} {self.options.exchange}"
+        alike = self.shares.agree(inputs, chosen, exchanged, stored=self.stored is not None)
         step, questions = self._step(sizes, rows, loss_rows), Questions()
         self._note(step)
         fetch = functools.partial(self.value, values=values, sizes=sizes)

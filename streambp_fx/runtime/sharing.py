@@ -36,6 +36,7 @@ COMPARED = (
     "Numbers in the inputs",
     "Weights",
     "States of the random generators (of a model that draws numbers: call torch.manual_seed on all alike)",
+    "The options every or exchange, which say when rows are exchanged,",
 )
 
 
@@ -66,12 +67,13 @@ class Sharing:
         """Whose rows of a sequence are whose; None if all are this device's."""
         return OwnRows(self.group, tokens, self.in_turn) if self.is_on else None
 
-    def agree(self, inputs: Iterable[Any], chosen: str, stored: bool = False) -> bool:
+    def agree(self, inputs: Iterable[Any], chosen: str, exchanged: str, stored: bool = False) -> bool:
         """See that all devices are given the same.
 
         Args:
             inputs: of the graph, parameters among them.
             chosen: how the step runs on this device.
+            exchanged: of that, what all have to do alike.
             stored: memory of parameters need not be there.
 
         Returns:
@@ -90,8 +92,13 @@ class Sharing:
         shapes = hash(tuple(tuple(v.shape) for v in tensors)) % 2**53
         draws = Draws(tuple(tensors)) if self.random else None
         states = [] if draws is None else [draws.host, *draws.devices[1]]
+        words = exchanged, chosen
         numbers = torch.tensor(
-            [shapes, _digest(data), _digest(weights), _digest(states), zlib.crc32(chosen.encode())],
+            [
+                shapes,
+                *(_digest(v) for v in (data, weights, states)),
+                *(zlib.crc32(w.encode()) for w in words),
+            ],
             dtype=torch.int64,
             device="cpu",
         )

@@ -3,14 +3,15 @@
 fsdp2        `torch.distributed.fsdp.fully_shard`
 zero3        DeepSpeed's ZeRO, stage 3
 layers       which modules of a model are gathered together
+others       engines that are not streamed, and what is said of them
 """
 
 from torch import nn
 
 from ..runtime.parameter_groups import ShardedParameters
-from . import fsdp2, zero3
+from . import fsdp2, others, zero3
 
-ENGINES = (fsdp2.sharded, zero3.sharded)
+ENGINES = (fsdp2.sharded, zero3.sharded, others.sharded)
 
 
 def sharded_parameters(model: nn.Module) -> ShardedParameters | None:

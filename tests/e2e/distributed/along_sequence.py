@@ -43,7 +43,7 @@ class Case:
     Attributes:
         model, objective: names in `MODELS` and `OBJECTIVES`.
         tokens: of a sequence; one fewer in each further step.
-        padding: "", "left" or "right".
+        padding: "", "left" or "right"; "documents": several in a sequence, whose positions begin anew.
         options: of `transform`; of several `chunk`s each device takes its own.
         data: devices along which the batch is distributed, besides those of the sequence.
         engine: "" or a name in `ENGINES`, over the data devices.
@@ -209,8 +209,27 @@ class _Shown(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, hidden_states=hidden)
 
 
+def _alibi() -> nn.Module:
+    """Positions are biases of the scores."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+
+
+def _lora() -> nn.Module:
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(_dense(), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": _dense,
+    "alibi": _alibi,
+    "lora": _lora,
     "tied": _tied,
     "eager": _eager_attention,
     "window": _window,
@@ -273,7 +292,11 @@ def batch(case: Case, step: int, rows: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCABULARY, (rows, case.tokens - step), generator=generator)
     found = {"input_ids": ids, "labels": ids.clone()}
-    if case.padding:
+    if case.padding == "documents":
+        lengths = (13, 1, 20, case.tokens - step - 34)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        found["position_ids"] = positions.expand(rows, -1).contiguous()
+    elif case.padding:
         mask = torch.ones_like(ids)
         mask[0, -5:] = 0
         mask = mask.flip(1) if case.padding == "left" else mask
@@ -386,9 +409,15 @@ def order(rank: int, world: int) -> list[str]:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What is said of batches that differ in numbers, then in shapes; of weights; of logits that are read."""
+    """What is said of options that differ; of batches, in numbers, then in shapes; of weights; of logits."""
     mesh = init_device_mesh("cpu", (world,))
     found = []
+    for options in ({"every": 1 + rank}, {"exchange": ["gather", "blocks"][rank]}):
+        model = streambp_fx.transform(built(Case()), chunk=8, mesh=mesh, **options)
+        try:
+            model(**batch(Case(), 0, 2))
+        except streambp_fx.InputError as error:
+            found.append(str(error))
     for ids in (torch.full((2, 20), rank), torch.zeros(2, 20 + rank, dtype=torch.long)):
         model = streambp_fx.transform(built(Case()), chunk=8, mesh=mesh)
         try:

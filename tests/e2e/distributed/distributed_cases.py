@@ -12,7 +12,13 @@ import torch.distributed as dist
 import transformers
 from in_processes import counted
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 import streambp_fx
 
@@ -126,6 +132,7 @@ def unchunked_attention(model: nn.Module) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": _llama,
     "tied": lambda: _llama(tie_word_embeddings=True),
+    "wide": lambda: _llama(hidden_size=128, intermediate_size=256),  # more than a bucket of one MiB
     "window": _window,
     "experts": _experts,
     "lora": _lora,
@@ -184,6 +191,21 @@ def _mixed(model: nn.Module) -> nn.Module:
     return _fsdp2(model, mp_policy=policy)
 
 
+def _offloaded(model: nn.Module) -> nn.Module:
+    """Pieces of parameters, their gradients and the optimizer are in host memory."""
+    return _fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _replicated(model: nn.Module) -> nn.Module:
+    """Each half of the devices has all pieces (HSDP)."""
+    shape = (2, dist.get_world_size() // 2)
+    return _fsdp2(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "pieces")))
+
+
+def fsdp1(model: nn.Module, **settings: Any) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"), **settings)
+
+
 def _ddp(model: nn.Module, **settings: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, **settings)
 
@@ -196,7 +218,11 @@ ENGINES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "kept": _kept,
     "embedding_once": _embedding_once,
     "mixed": _mixed,
+    "offloaded": _offloaded,
+    "replicated": _replicated,
+    "fsdp1": fsdp1,
     "ddp": lambda model: _ddp(model, bucket_cap_mb=0.02),
+    "ddp_buckets": lambda model: _ddp(model, bucket_cap_mb=1),
     "ddp_unused": lambda model: _ddp(model, find_unused_parameters=True),
     "ddp_static": lambda model: _ddp(model, static_graph=True),
 }
@@ -235,6 +261,7 @@ def _ignored(rank: int, number: int) -> dict[str, torch.Tensor]:
 
 BATCHES: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "even": _even,
+    "64 tokens": lambda rank, number: _even(rank, number, length=64),
     "ragged": _ragged,
     "padded": _padded,
     "ignored": _ignored,

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from distributed_cases import BATCHES, ENGINES, MODELS, Case, train
+from distributed_cases import BATCHES, ENGINES, MODELS, Case, fsdp1, train
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
 import streambp_fx
 from streambp_fx.sharding.fsdp2 import FSDP2Group
@@ -263,6 +263,102 @@ def compiled(rank: int) -> None:
         assert (one - other).norm() < 1e-6 * other.norm()
 
 
+def _in_steps(model: nn.Module, rank: int, batch: str, steps: int = 2) -> list[torch.Tensor]:
+    """Losses of a few steps, and each device's piece of the parameters after them."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(steps):
+        loss = model(**BATCHES[batch](rank, number)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [
+        *found,
+        *(p.detach().full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()),
+    ]
+
+
+def _engine(name: str, model: str = "dense") -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return ENGINES[name](MODELS[model]().to(torch.float64).train())
+
+
+def ranks_that_differ(rank: int) -> None:
+    """Four of them, in all that may differ."""
+    options = ({"chunk": 5}, {"chunk": 64, "save": "attention"}, {"offload": "disk", "loss_chunk": 3}, None)
+    batches = ("ragged", "ignored", "padded", "64 tokens")
+    found = []
+    for streamed in (True, False):
+        model, own = _engine("fsdp2"), options[rank]
+        if streamed and own is not None:
+            streambp_fx.transform(model, **{"chunk": 8, **own})
+        found.append(_in_steps(model, rank, batches[rank], steps=3))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def compiled_ddp(rank: int) -> None:
+    """`torch.compile` over the wrapper, with Dynamo told not to cut the graph at buckets."""
+    expected = _in_steps(_engine("ddp"), rank, "ragged")
+    wrapped = _engine("ddp")
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        compiled = torch.compile(wrapped, backend="streambp", options={"chunk": 8})
+        torch.testing.assert_close(_in_steps(compiled, rank, "ragged"), expected, rtol=1e-9, atol=1e-12)
+    schedule = streambp_fx.schedule(wrapped.module)
+    assert schedule is not None and all(s.chunked for s in schedule.segments)
+
+
+def cut_at_buckets(rank: int) -> None:
+    """Without that it is an error on each device, and not a process that waits."""
+    compiled = torch.compile(_engine("ddp_buckets", "wide"), backend="streambp", options={"chunk": 8})
+    with pytest.raises(Exception, match="optimize_ddp = False"):
+        compiled(**BATCHES["even"](rank, 0))
+
+
+def tensor_parallel(rank: int) -> None:
+    """It is not streamed, and says so."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    mesh, found = dist.init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for streamed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MODELS["dense"]().to(torch.float64).train()
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, plan)
+        if streamed:
+            streambp_fx.transform(model, chunk=8)
+            with pytest.warns(streambp_fx.StreamBPWarning, match="tensor parallelism"):
+                found.append(_in_steps(model, 0, "ragged"))
+        else:
+            found.append(_in_steps(model, 0, "ragged"))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def fsdp1_layers(rank: int) -> None:
+    """Neither are layers that FSDP1 wraps."""
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    found = []
+    for streamed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MODELS["dense"]().to(torch.float64).train()
+        wrapped = fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}))
+        if streamed:
+            streambp_fx.transform(model, chunk=8)
+            with pytest.warns(streambp_fx.StreamBPWarning, match="fully_shard"):
+                found.append(_in_steps(wrapped, rank, "ragged"))
+        else:
+            found.append(_in_steps(wrapped, rank, "ragged"))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
 SITUATIONS = (
     one_rank_streams,
     ranks_with_other_options,
@@ -278,12 +374,17 @@ SITUATIONS = (
     mixed_precision,
     no_model_is_kept,
     compiled,
+    compiled_ddp,
+    cut_at_buckets,
+    tensor_parallel,
+    fsdp1_layers,
 )
+OF_FOUR = (ranks_that_differ,)
 
 
 def run_situations(rank: int, names: list[str], folder: str) -> dict[str, str]:
     """What went wrong in each, in words; "" if nothing did."""
-    known = {f.__name__: f for f in SITUATIONS}
+    known = {f.__name__: f for f in (*SITUATIONS, *OF_FOUR)}
     found = {}
     for name in names:
         warnings.simplefilter("default")
@@ -302,3 +403,41 @@ def run_situations(rank: int, names: list[str], folder: str) -> dict[str, str]:
 def parameters_after(rank: int, case: Case) -> Any:
     """For the comparison with one process."""
     return train(case, rank, streamed=True)["parameters"]
+
+
+def goes_on(rank: int, folder: str, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Steps of a training that all devices do with the same batches: from a checkpoint on, or up to one.
+
+    Returns:
+        the parameters, in full.
+    """
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def state() -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    if first > 0:
+        loaded = state()
+        checkpoint.load(loaded, checkpoint_id=folder)
+        own = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
+        set_state_dict(model, optimizer, **own)
+    _steps_of_all(model, optimizer, range(first, last))
+    if first == 0:
+        checkpoint.save(state(), checkpoint_id=folder)
+    return {n: p.detach().full_tensor() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def goes_on_alone(first: int, last: int) -> dict[str, torch.Tensor]:
+    """The same by one process, unstreamed and without a checkpoint."""
+    torch.manual_seed(0)
+    model = MODELS["dense"]().to(torch.float64).train()
+    _steps_of_all(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(first, last))
+    return {n: p.detach() for n, p in model.named_parameters()}
+
+
+def _steps_of_all(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        model(**BATCHES["ragged"](0, number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -63,6 +63,10 @@ SLOW = [
     Case("eager", padding="left"),
     Case("window", padding="right"),
     Case("experts"),
+    Case("alibi", padding="left"),
+    Case("lora", options={"every": 2}),
+    Case(padding="documents"),
+    Case("window", padding="documents"),
     Case("hybrid"),
     Case("selecting", padding="left"),
     Case("unchunked"),
@@ -176,7 +180,8 @@ def test_gradients_are_summed_layer_by_layer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_refused(tmp_path: Path) -> None:
-    for numbers, shapes, weights, draws, logits in in_processes(tmp_path, 2, refused, 2):
+    for every, exchange, numbers, shapes, weights, draws, logits in in_processes(tmp_path, 2, refused, 2):
+        assert "every or exchange" in every and "every or exchange" in exchange
         assert "same batch" in numbers and "Numbers in the inputs differ" in numbers
         assert "Weights differ" in weights and "torch.manual_seed" in draws
         assert "Shapes of inputs differ between device 0 and device 1" in shapes

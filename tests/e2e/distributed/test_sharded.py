@@ -9,7 +9,7 @@ import pytest
 import torch
 from distributed_cases import BATCHES, Case, alone, run
 from distributed_errors import wrapped
-from distributed_situations import SITUATIONS, parameters_after, run_situations
+from distributed_situations import SITUATIONS, goes_on, goes_on_alone, parameters_after, run_situations
 from in_processes import events, in_processes
 
 OFTEN = [
@@ -23,6 +23,13 @@ SELDOM = [
     Case("experts", batch="padded"),
     *(Case(engine=e) for e in ("fsdp2", "root", "layers", "parts", "kept", "ddp_unused", "ddp_static")),
     Case(engine="mixed", tolerance=1e-5),
+    Case(engine="offloaded", batch="ragged", accumulate=2),
+    *(Case(engine="fsdp1", transformed=order) for order in ("before", "after")),
+    *(Case(batch="64 tokens", options={"chunk": chunk}) for chunk in (64, 16, 1)),
+    *(
+        Case(model, "ddp", batch=b)
+        for model, b in (("window", "ragged"), ("lora", "ignored"), ("experts", "even"))
+    ),
     Case(engine="ddp", transformed="before", batch="ragged", accumulate=2),
     *(Case(model) for model in ("tied", "window", "lora")),
     *(Case(batch=b) for b in ("ragged", "padded", "ignored")),
@@ -91,7 +98,27 @@ def test_seldom(first: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_processes(tmp_path: Path) -> None:
-    check([Case(batch="ragged"), Case("tied", batch="padded")], 4, tmp_path)
+    replicated = Case("tied", "replicated", batch="ragged", accumulate=2)
+    check([Case(batch="ragged"), Case("tied", batch="padded"), replicated], 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes_that_differ(tmp_path: Path) -> None:
+    """In lengths, padding, chunks, what is saved and where; one has nothing to learn, one is not streamed."""
+    assert not situations(["ranks_that_differ"], tmp_path, world=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 2)])
+def test_a_checkpoint_for_other_devices(before: int, after: int, tmp_path: Path) -> None:
+    """Saved by so many devices and loaded by others: the next steps are those of one that has gone on."""
+    found: dict[str, Any] = {}
+    for name, world, first, last in (("saved", before, 0, 2), ("loaded", after, 2, 4)):
+        (tmp_path / name).mkdir()
+        found, *_ = in_processes(tmp_path / name, world, goes_on, str(tmp_path / "state"), first, last)
+    expected = goes_on_alone(0, 4)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -103,9 +130,9 @@ def test_as_one_process(case: Case, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-12)
 
 
-def situations(names: list[str], folder: Path) -> dict[str, Any]:
+def situations(names: list[str], folder: Path, world: int = 2) -> dict[str, Any]:
     """What went wrong, by name."""
-    found = in_processes(folder, 2, run_situations, names, str(folder))
+    found = in_processes(folder, world, run_situations, names, str(folder))
     return {name: words for own in found for name, words in own.items() if words}
 
 
