@@ -19,6 +19,8 @@ LOSS_CHUNK_SIZES = range(320, 1025, 64)
 AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
+# Fewer that are tried where a memory is named, and nothing fits it with more.
+FEW_ROWS = (256, 128, 64)
 # Rows of longer chunks for GPUs, see NOTE [longer chunks on GPUs], the most first.
 LONGER_CHUNKS = (8192, 4096)
 # With several sequences kernels have more to do at once: smaller chunks are tried as well, to this.

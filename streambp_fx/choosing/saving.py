@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -57,14 +57,17 @@ class Space:
         cost: of the step in which nothing is saved but inputs.
         sizes: as numbers.
         known: the space of the same graph for other sizes: its frontiers are not sought again.
+        alike: sizes of other steps that save the same, whose peaks count as well.
 
     Attributes:
         again: operations that are computed again if nothing is saved.
         steps: those that spare most for a byte first.
     """
 
-    def __init__(self, cost: StepCost, sizes: Sizes, known: Space | None = None) -> None:
-        self.cost, self.sizes = cost, sizes
+    def __init__(
+        self, cost: StepCost, sizes: Sizes, known: Space | None = None, alike: Sequence[Sizes] = ()
+    ) -> None:
+        self.cost, self.sizes, self.alike = cost, sizes, alike
         self.prices: dict[Any, list[Price]] = {} if known is None else known.prices
         self.known: dict[Any, tuple[Any, Any]] = {} if known is None else known.known
         self.starts: dict[int, list[int]] = {}
@@ -150,7 +153,8 @@ class Space:
 
     def peak(self, saving: Saving) -> int:
         """Bytes that a step takes which saves something."""
-        return int(self.cost.storing(Policy(saving)).peak(self.sizes).total)
+        cost = self.cost.storing(Policy(saving))
+        return max(int(cost.peak(sizes).total) for sizes in (self.sizes, *self.alike))
 
     def filled(self, budget: int, least: int) -> Policy:
         """The policy that saves as much as fits a budget; see `choose_saving`."""

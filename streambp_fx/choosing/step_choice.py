@@ -1,0 +1,254 @@
+"""What is left open of a step is chosen by the cost model: chunk, memory policy, chunk of the loss head."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import sympy
+
+from ..cost.held_bytes import Sizes
+from ..cost.step import StepCost
+from ..options import FEW_ROWS, LONGER_CHUNKS, Options, chunk_sizes
+from ..passes.graph.facts import Facts
+from ..passes.s3_cut.policy import Policy
+from ..passes.step.saving import Saving
+from ..runtime.executor import Executor
+from .saving import Space
+
+# A longer chunk on a GPU may raise the peak of a step to this multiple.
+LONGER_PEAK = 1.3
+# A smaller chunk is taken where it leaves less to be computed again, by more than this share of all of it.
+LITTLE = 0.02
+# A chunk of so many rows (of all sequences together) takes twice the time for what it does: kernels get too
+# little to do. It is what the table of chunks in docs/guide.md shows.
+SHORT = 16
+# Chunks of few rows are not tried where there would be more of them.
+MOST_CHUNKS = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen for a length: a memory policy, and rows of a chunk of a layer and of the loss head."""
+
+    policy: Policy
+    rows: int
+    loss_rows: int
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which steps something is chosen for, and what they may take.
+
+    Attributes:
+        tokens: of the longest sequence.
+        budget: bytes that activations may take; None: it cannot be told.
+        left_free: bytes of the budget that are not filled up with saved values.
+        others: values of other size symbols (the batch size) by symbol.
+        above: sequences have more tokens than this.
+        on_cpu: the step runs on a CPU.
+        training: there is a backward.
+    """
+
+    tokens: int
+    budget: int | None = None
+    left_free: int = 0
+    others: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    above: int = 0
+    on_cpu: bool = True
+    training: bool = True
+
+
+class Chooser:
+    """Chooses what is left open of the steps of a graph.
+
+    Args:
+        facts: of the graph.
+        options: of which some are left open.
+        policies: that may be chosen, from the least work to the least memory; the first is that of `first`.
+        first: what runs the graph with the first policy.
+        storing: gives what runs it with another one.
+        fills: where inputs alone fit, the rest of the memory is filled with saved values.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        policies: Sequence[Policy],
+        first: Executor,
+        storing: Callable[[Policy], Executor],
+        fills: bool,
+    ) -> None:
+        self.facts, self.options, self.policies = facts, options, policies
+        self.first, self.storing, self.fills = first, storing, fills
+        self.costs: dict[Policy, StepCost] = {}
+        self.space: Space | None = None
+
+    def choose(self, terms: Terms) -> Choice:
+        """What is chosen for some steps."""
+        policy, rows = self._policy_and_rows(terms)
+        found = Choice(policy, rows, self._loss_rows(policy, rows, terms))
+        return replace(found, rows=self._longer(found, terms))
+
+    def peak(self, choice: Choice, terms: Terms) -> int:
+        """Bytes that steps take with a choice, the largest of them."""
+        return self._peak(choice.policy, terms, choice.rows, choice.loss_rows)
+
+    # ---- the cost of a step
+
+    def _cost(self, policy: Policy) -> StepCost:
+        if policy not in self.costs:
+            known = next(iter(self.costs.values()), None)
+            self.costs[policy] = StepCost(
+                self.facts, self.options.storing(policy), self.storing(policy), known
+            )
+        return self.costs[policy]
+
+    def _peak(self, policy: Policy, terms: Terms, rows: int, loss_rows: int | None = None) -> int:
+        sizes = self._sizes(policy, terms, rows, loss_rows or self._fewest(terms))
+        return max(int(self._cost(policy).peak(s).total) for s in sizes)
+
+    def _sizes(self, policy: Policy, terms: Terms, rows: int, loss_rows: int) -> list[Sizes]:
+        """Of the steps that may take most: the longest, and those whose chunks are full.
+
+        A step of a few tokens more may have one chunk more, all of them shorter, and then it takes less.
+        """
+        removed = {s.removed for s in self.facts.segments} if terms.above else set[int]()
+        full = (r + (terms.tokens - r) // n * n for n in (rows, loss_rows) for r in removed)
+        lengths = dict.fromkeys((terms.tokens, *(n for n in full if terms.above < n)))
+        cost = self._cost(policy)
+        return [cost.sizes(n, rows, terms.others, loss_rows) for n in lengths]
+
+    def _sequences(self, terms: Terms) -> int:
+        return self.first.sequences(terms.others)
+
+    def _fewest(self, terms: Terms) -> int:
+        """Rows of a chunk of the loss head where memory is short."""
+        return self.options.least_loss_rows(self._sequences(terms))
+
+    # ---- what is chosen
+
+    def _policy_and_rows(self, terms: Terms) -> tuple[Policy, int]:
+        first, usual = self.policies[0], self._rows_tried(terms)
+        rows_tried, budget = [*usual, *self._few_rows(terms)], terms.budget
+        if budget is None or len(self.policies) == len(rows_tried) == 1:
+            return first, usual[0]
+        if self.fills and terms.training and first == Policy():
+            fitting = [r for r in usual if self._peak(first, terms, r) <= budget]
+            if fitting:
+                return self._with_more_saved(terms, fitting if terms.on_cpu else fitting[:1])
+        peaks: dict[tuple[Policy, int], int] = {}
+        fewest = rows_tried[-1]
+        for policy, rows in self._ways(terms, rows_tried):
+            if peaks.get((policy, fewest), 0) > budget:
+                continue
+            for own in (rows, fewest):
+                peaks[policy, own] = self._peak(policy, terms, own)
+                if own == rows and peaks[policy, own] <= budget:
+                    return policy, rows
+        return min(peaks, key=peaks.__getitem__)
+
+    def _ways(self, terms: Terms, rows_tried: Sequence[int]) -> list[tuple[Policy, int]]:
+        """Policies with rows of a chunk, those that take the least time first; nothing is filled up."""
+        ways = list(itertools.product(self.policies, rows_tried))
+        if len(self.policies) == 1:
+            return ways
+        samples, most = self._sequences(terms), rows_tried[0]
+        work = {policy: self._work(policy, terms, most) for policy in self.policies}
+        return sorted(ways, key=lambda way: work[way[0]] * (1 + SHORT / (way[1] * samples)))
+
+    def _work(self, policy: Policy, terms: Terms, rows: int) -> int:
+        """Operations of a step."""
+        cost = self._cost(policy)
+        sizes = cost.sizes(terms.tokens, rows, terms.others, self._fewest(terms))
+        return sum(int(m.flops) for m in cost.timeline(sizes))
+
+    def _rows_tried(self, terms: Terms) -> list[int]:
+        """Rows of a chunk that are tried, the most first; see NOTE [longer chunks on GPUs]."""
+        if self.options.chunk != "auto":
+            return [self.options.rows]
+        samples = self._sequences(terms)
+        sizes = chunk_sizes(samples)
+        fills_gpu = self.options.chooses and not terms.on_cpu
+        longer = [n // samples for n in LONGER_CHUNKS if n // samples > sizes[0]] if fills_gpu else []
+        found = [*longer, *sizes]
+        return [found[0], *(n for n in found[1:] if n < terms.tokens)]  # the others are one chunk, too
+
+    def _few_rows(self, terms: Terms) -> list[int]:
+        """So few that a chunk takes more time: tried where `memory` is named and nothing fits with more."""
+        if self.options.chunk != "auto" or self.options.memory is None:
+            return []
+        most = min(self._rows_tried(terms)[-1], terms.tokens)
+        return [n for n in FEW_ROWS if n < most and n * MOST_CHUNKS >= terms.tokens]
+
+    def _with_more_saved(self, terms: Terms, rows_tried: Sequence[int]) -> tuple[Policy, int]:
+        """Rows of a chunk, and a policy that stores inputs and what the rest of the memory has room for.
+
+        Smaller chunks leave more room. They are taken where that leaves less to compute again, by more than a
+        little. What they spare says nothing: with more chunks there is more to spare. Smaller chunks of the
+        loss head leave more room, too; but there each chunk costs time, so the head has as many rows as usual
+        first.
+
+        Args:
+            rows_tried: of a chunk, the most first, with which the policy fits.
+        """
+        assert terms.budget is not None
+        policy, rows = Policy(), rows_tried[0]
+        cost, tried = self._cost(policy), {}
+        budget = max(self._peak(policy, terms, rows), terms.budget - terms.left_free)
+        usual, fewest = self.options.loss_rows(self._sequences(terms)), self._fewest(terms)
+        for own in rows_tried:
+            head, least = usual, self._peak(policy, terms, own, usual)
+            if least > budget and usual > fewest:
+                head, least = fewest, self._peak(policy, terms, own, fewest)
+            sizes, *alike = self._sizes(policy, terms, own, head)
+            self.space = Space(cost, sizes, self.space, alike)
+            left = self.space.again - self.space.spared[self.space.count(budget - least)]
+            tried[own] = self.space, least, left
+        most = min(left for *_, left in tried.values()) + LITTLE * tried[rows][0].again
+        rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] <= most)
+        return space.filled(budget, least), rows
+
+    def _longer(self, found: Choice, terms: Terms) -> int:
+        """Rows of a chunk of a layer: more than were chosen, if the step's peak is little above what it is.
+
+        NOTE [longer chunks on GPUs]: a GPU takes less time for a few long kernels than for many short ones: a
+        step of 16,384 tokens, 8 layers of Qwen3-8B's sizes, takes 0.84 s in chunks of 2048 rows and 0.76 s in
+        chunks of 8192, with the same peak, which is in the loss head (one H100, docs/gpu.md). Saving 16 GiB
+        spares no time in chunks of 2048 rows, and a seventh in those of 8192 (H200). So where there is
+        memory to fill, longer chunks come first.
+
+        Experts need them most: each chunk reads all weights, and makes a gradient as large as they are. In
+        chunks of 2048 rows a step of 16,384 tokens of Qwen3-30B-A3B's layers took 1.8 of checkpointing's time
+        on an H200. So the peak may be `LONGER_PEAK` of what it would be; for those layers that is still a
+        sixth of checkpointing's.
+        """
+        chosen_for_rows = isinstance(found.policy.save, Saving)  # what is saved of which chunk
+        if self.options.chunk != "auto" or chosen_for_rows or terms.on_cpu:
+            return found.rows
+        samples = self._sequences(terms)
+        peak = functools.partial(self._peak, found.policy, terms, loss_rows=found.loss_rows)
+        longer = (
+            n // samples for n in LONGER_CHUNKS if found.rows < n // samples and found.rows < terms.tokens
+        )
+        least, budget = peak(found.rows), terms.budget
+        most = LONGER_PEAK * least if budget is None else max(least, min(LONGER_PEAK * least, budget))
+        return next((rows for rows in longer if peak(rows) <= most), found.rows)
+
+    def _loss_rows(self, policy: Policy, rows: int, terms: Terms) -> int:
+        """As many rows of the loss head at once as the step has memory for at its peak, wherever that is."""
+        samples = self._sequences(terms)
+        usual, least = self.options.loss_rows(samples), self.options.least_loss_rows(samples)
+        if terms.tokens <= least or not terms.training:
+            return usual
+        peak = functools.partial(self._peak, policy, terms, rows)
+        if usual > least and terms.budget is not None and peak(usual) > terms.budget:
+            return least
+        tried = [usual, *self.options.more_loss_rows(samples)]
+        if len(tried) == 1:
+            return usual
+        return tried[bisect.bisect_right(tried, peak(usual), lo=1, key=peak) - 1]
