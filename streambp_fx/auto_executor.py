@@ -62,8 +62,9 @@ class AutoExecutor:
         self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
         self.fills = options.chooses and options.mesh is None
         self.policies = [options.stored]
-        if options.chooses:
-            self.policies = candidates(options.stored, self.fills, chunks_first=not _has_others())
+        if options.chooses and options.order != "chunks":
+            either = options.order == "auto" and not _has_others()
+            self.policies = candidates(options.stored, self.fills, chunks_first=either)
         if (stored is not None and stored.taken) or options.mesh is not None:  # NOTE [what devices choose]
             self.policies = [p for p in self.policies if p.every == options.stored.every]
         first = Executor(facts, options.storing(self.policies[0]), stored=stored)

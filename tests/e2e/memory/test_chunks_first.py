@@ -205,7 +205,7 @@ def test_smaller_where_the_state_is(window: int | None, most: float) -> None:
 
 
 def test_what_it_does_not_go_with() -> None:
-    for options in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}, {"policy": "auto"}):
+    for options in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}):
         with pytest.raises(ValueError, match='order="chunks"'):
             streambp_fx.Options(order="chunks", **options)
 
