@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from ..cost.held_bytes import Sizes
+from ..cost.held_bytes import Moment, Sizes
 from ..cost.step import StepCost
 from ..passes.cost.work import total
 from ..passes.graph.facts import Segment
@@ -27,9 +27,6 @@ from ..passes.step.saving import Piece, Price, Saving
 from ..runtime.segments.segment_runner import SegmentRunner
 from ..units import readable
 from .frontier import expressions, frontier
-
-# How often the peak of a step is asked for. A few times do: what is saved is held at the peak.
-TRIES = 12
 
 
 @dataclass(frozen=True)
@@ -151,15 +148,14 @@ class Space:
         """How many steps can be made that save at most so many bytes together."""
         return bisect.bisect_right(self.saved, room) - 1
 
+    def timeline(self, saving: Saving) -> list[Moment]:
+        """Of a step that saves something."""
+        return self.cost.storing(Policy(saving)).timeline(self.sizes)
+
     def peak(self, saving: Saving) -> int:
         """Bytes that a step takes which saves something."""
         cost = self.cost.storing(Policy(saving))
         return max(int(cost.peak(sizes).total) for sizes in (self.sizes, *self.alike))
-
-    def filled(self, budget: int, least: int) -> Policy:
-        """The policy that saves as much as fits a budget; see `choose_saving`."""
-        chosen = choose_saving(self, budget, least)
-        return Policy(chosen.saving) if chosen.spared else Policy()
 
     def saving(self, count: int) -> Saving:
         """The first so many steps, made."""
@@ -247,26 +243,28 @@ class Chosen:
     peak: int
     spared: int
 
+    @property
+    def policy(self) -> Policy:
+        """The policy that saves it."""
+        return Policy(self.saving) if self.spared else Policy()
 
-def choose_saving(space: Space, budget: int, least: int, tries: int = TRIES) -> Chosen:
+
+def choose_saving(space: Space, budget: int, least: int) -> Chosen:
     """As much work spared as fits a budget.
 
     Args:
         space: what may be saved.
         budget: bytes that the step may take.
         least: bytes that it takes where nothing is saved, which fits.
-        tries: how often the peak of a step may be asked for.
     """
-    low, high, held, refused = 0, len(space.saved), least, 0  # it fits at low, and not at high
-    for _ in range(tries):
-        if high - low == 1:
-            break
-        # what is saved is held at the peak, so the peak grows by it, or by less
+    low, high, held = 0, len(space.saved), least  # it fits at low, and not at high
+    halved = False
+    while high - low > 1:
+        # what is saved is held at the peak, so the peak grows by it, or by less; every second time half of
+        # what is left is ruled out
         guess = min(max(space.count(space.saved[low] + budget - held), low + 1), high - 1)
-        count = (low + high) // 2 if refused else guess
+        count = (low + high) // 2 if halved else guess
         found = space.peak(space.saving(count))
-        if found <= budget:
-            low, held, refused = count, found, 0
-        else:
-            high, refused = count, refused + 1
+        low, high, held = (count, high, found) if found <= budget else (low, count, held)
+        halved = not halved
     return Chosen(space.saving(low), held, space.spared[low])

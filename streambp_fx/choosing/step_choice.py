@@ -17,12 +17,13 @@ from ..passes.graph.facts import Facts
 from ..passes.s3_cut.policy import Policy
 from ..passes.step.saving import Saving
 from ..runtime.executor import Executor
-from .saving import Space
+from .saving import Space, choose_saving
 
 # A longer chunk on a GPU may raise the peak of a step to this multiple.
 LONGER_PEAK = 1.3
-# A smaller chunk is taken where it leaves less to be computed again, by more than this share of all of it.
-LITTLE = 0.02
+# Smaller chunks are not filled with saved values where their own peak is no smaller than this share of that
+# of longer ones: they hardly leave more room.
+HARDLY_LESS = 0.95
 # A chunk of so many rows (of all sequences together) takes twice the time for what it does: kernels get too
 # little to do. It is what the table of chunks in docs/guide.md shows.
 SHORT = 16
@@ -100,7 +101,8 @@ class Chooser:
 
     # ---- the cost of a step
 
-    def _cost(self, policy: Policy) -> StepCost:
+    def cost(self, policy: Policy) -> StepCost:
+        """The cost model of a step with a policy."""
         if policy not in self.costs:
             known = next(iter(self.costs.values()), None)
             self.costs[policy] = StepCost(
@@ -110,7 +112,7 @@ class Chooser:
 
     def _peak(self, policy: Policy, terms: Terms, rows: int, loss_rows: int | None = None) -> int:
         sizes = self._sizes(policy, terms, rows, loss_rows or self._fewest(terms))
-        return max(int(self._cost(policy).peak(s).total) for s in sizes)
+        return max(int(self.cost(policy).peak(s).total) for s in sizes)
 
     def _sizes(self, policy: Policy, terms: Terms, rows: int, loss_rows: int) -> list[Sizes]:
         """Of the steps that may take most: the longest, and those whose chunks are full.
@@ -120,7 +122,7 @@ class Chooser:
         removed = {s.removed for s in self.facts.segments} if terms.above else set[int]()
         full = (r + (terms.tokens - r) // n * n for n in (rows, loss_rows) for r in removed)
         lengths = dict.fromkeys((terms.tokens, *(n for n in full if terms.above < n)))
-        cost = self._cost(policy)
+        cost = self.cost(policy)
         return [cost.sizes(n, rows, terms.others, loss_rows) for n in lengths]
 
     def _sequences(self, terms: Terms) -> int:
@@ -138,9 +140,9 @@ class Chooser:
         if budget is None or len(self.policies) == len(rows_tried) == 1:
             return first, usual[0]
         if self.fills and terms.training and first == Policy():
-            fitting = [r for r in usual if self._peak(first, terms, r) <= budget]
-            if fitting:
-                return self._with_more_saved(terms, fitting if terms.on_cpu else fitting[:1])
+            found = self._with_more_saved(terms, usual)
+            if found is not None:
+                return found
         peaks: dict[tuple[Policy, int], int] = {}
         fewest = rows_tried[-1]
         for policy, rows in self._ways(terms, rows_tried):
@@ -163,7 +165,7 @@ class Chooser:
 
     def _work(self, policy: Policy, terms: Terms, rows: int) -> int:
         """Operations of a step."""
-        cost = self._cost(policy)
+        cost = self.cost(policy)
         sizes = cost.sizes(terms.tokens, rows, terms.others, self._fewest(terms))
         return sum(int(m.flops) for m in cost.timeline(sizes))
 
@@ -185,33 +187,39 @@ class Chooser:
         most = min(self._rows_tried(terms)[-1], terms.tokens)
         return [n for n in FEW_ROWS if n < most and n * MOST_CHUNKS >= terms.tokens]
 
-    def _with_more_saved(self, terms: Terms, rows_tried: Sequence[int]) -> tuple[Policy, int]:
+    def _with_more_saved(self, terms: Terms, rows_tried: Sequence[int]) -> tuple[Policy, int] | None:
         """Rows of a chunk, and a policy that stores inputs and what the rest of the memory has room for.
 
-        Smaller chunks leave more room. They are taken where that leaves less to compute again, by more than a
-        little. What they spare says nothing: with more chunks there is more to spare. Smaller chunks of the
-        loss head leave more room, too; but there each chunk costs time, so the head has as many rows as usual
-        first.
+        Smaller chunks, of a layer or of the loss head, leave more room, and take more time for the rest. They
+        are taken where less is computed then; if it is as much, chunks are as long as can be. So more memory
+        never leads to more work. On a GPU it goes to longer chunks first.
 
         Args:
-            rows_tried: of a chunk, the most first, with which the policy fits.
+            rows_tried: of a chunk, the most first.
+
+        Returns:
+            None if inputs alone do not fit.
         """
+        heads = dict.fromkeys((self.options.loss_rows(self._sequences(terms)), self._fewest(terms)))
         assert terms.budget is not None
-        policy, rows = Policy(), rows_tried[0]
-        cost, tried = self._cost(policy), {}
-        budget = max(self._peak(policy, terms, rows), terms.budget - terms.left_free)
-        usual, fewest = self.options.loss_rows(self._sequences(terms)), self._fewest(terms)
-        for own in rows_tried:
-            head, least = usual, self._peak(policy, terms, own, usual)
-            if least > budget and usual > fewest:
-                head, least = fewest, self._peak(policy, terms, own, fewest)
-            sizes, *alike = self._sizes(policy, terms, own, head)
-            self.space = Space(cost, sizes, self.space, alike)
-            left = self.space.again - self.space.spared[self.space.count(budget - least)]
-            tried[own] = self.space, least, left
-        most = min(left for *_, left in tried.values()) + LITTLE * tried[rows][0].again
-        rows, (space, least, _) = next(t for t in tried.items() if t[1][-1] <= most)
-        return space.filled(budget, least), rows
+        tried: list[tuple[tuple[int, int], Policy, int]] = []
+        filled: int | None = None  # the least peak of those that are filled, if they fit
+        for rows, loss_rows in itertools.product(rows_tried, heads):
+            least = self._peak(Policy(), terms, rows, loss_rows)
+            fills = filled is None or not terms.on_cpu or least < HARDLY_LESS * filled
+            filled = least if fills else filled
+            if least > terms.budget:
+                continue
+            sizes, *alike = self._sizes(Policy(), terms, rows, loss_rows)
+            self.space = Space(self.cost(Policy()), sizes, self.space, alike)
+            room = max(least, terms.budget - terms.left_free) if fills else least
+            found = choose_saving(self.space, room, least)
+            work = int(sum(m.flops for m in self.space.timeline(found.saving)))
+            tried.append(((work, self.space.again - found.spared), found.policy, rows))
+            if not terms.on_cpu:
+                break
+        # the first of those that are alike
+        return min(tried, key=lambda way: way[0])[1:] if tried else None
 
     def _longer(self, found: Choice, terms: Terms) -> int:
         """Rows of a chunk of a layer: more than were chosen, if the step's peak is little above what it is.

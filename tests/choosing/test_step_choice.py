@@ -106,6 +106,39 @@ def test_chunks_first_is_chosen_with_few_rows() -> None:
     assert chosen(own, tokens, min(usual))[0].rows >= 128
 
 
+@pytest.mark.parametrize(
+    ("name", "count"), [("dense", 12), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in CONFIGS)]
+)
+def test_more_memory_is_never_more_work_and_never_exceeded(name: str, count: int) -> None:
+    """At many budgets, from where inputs fit to where nothing is computed again; the chunk is open."""
+    own, tokens = executor(name), 2048 if name == "windows" else 1100
+    low = least(own, Policy(), tokens, 512)
+    _, most = chosen(own, tokens, 2**40)
+    budgets = [low + k * (most - low) // (count - 1) for k in range(count)]
+    work, rows = [], set()
+    for budget in budgets:
+        found, peak = chosen(own, tokens, budget)
+        assert peak <= budget
+        rows.add(found.rows)
+        cost = own.chooser.cost(found.policy)
+        work.append(sum(m.flops for m in cost.timeline(cost.sizes(tokens, found.rows))))
+    assert work == sorted(work, reverse=True) and work[0] > 1.1 * work[-1]
+    assert len(rows) > 1 or name == "windows", "a window is computed in part: shorter chunks have less of it"
+
+
+def test_an_order_that_is_named_is_kept() -> None:
+    """By default either is chosen; beside a policy that is not chosen layers go first."""
+    tried = {
+        order: {p.order for p in executor("dense", order=order, policy="auto").policies}
+        for order in ("auto", "layers", "chunks")
+    }
+    assert tried == {"auto": {"layers", "chunks"}, "layers": {"layers"}, "chunks": {"chunks"}}
+    default, named = streambp_fx.Options(), streambp_fx.Options(memory="1GiB", order="layers")
+    assert default.order == "auto" and default.stored == named.stored == Policy() and named.chooses
+    held = [chosen(executor("dense", order="chunks", policy="auto"), 2048, b)[0].rows for b in (1, 2**30)]
+    assert held == [64, 2048]
+
+
 @pytest.mark.parametrize("tokens", [300, pytest.param(1100, marks=pytest.mark.slow)])
 def test_a_step_that_fits_is_found_and_used_for_lengths_like_it(tokens: int) -> None:
     """Little is left over for want of a choice for each length; the peak is never above the budget."""
