@@ -48,7 +48,8 @@ class AutoExecutor:
     Args:
         facts: facts of the graph.
         options: `memory` is the budget; without one, a share of what is free on the device.
-        chosen: called with the options that were chosen, and with the rows of a loss chunk.
+        chosen: called with the options that were chosen, the rows of a loss chunk, and what more memory would
+            buy, in words.
         stored: see `Executor`.
     """
 
@@ -56,7 +57,7 @@ class AutoExecutor:
         self,
         facts: Facts,
         options: Options,
-        chosen: Callable[[Options, int], None],
+        chosen: Callable[[Options, int, str], None],
         stored: GraphGroups | None = None,
     ) -> None:
         self.facts, self.options, self.chosen, self.stored = facts, options, chosen, stored
@@ -123,7 +124,8 @@ class AutoExecutor:
             self.choices[key] = found
             told = (terms.tokens, found.policy, found.rows, found.loss_rows)
             log.info("for sequences of up to %d tokens: %s, chunk of %d rows, loss chunk of %d", *told)
-            self.chosen(replace(self.options.storing(found.policy), chunk=found.rows), found.loss_rows)
+            options = replace(self.options.storing(found.policy), chunk=found.rows)
+            self.chosen(options, found.loss_rows, found.more)
             self._warn_if_too_small(found, terms)
         return self.choices[own] if own in self.choices else self.choices[key]
 

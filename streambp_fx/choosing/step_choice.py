@@ -17,6 +17,7 @@ from ..passes.graph.facts import Facts
 from ..passes.s3_cut.policy import Policy
 from ..passes.step.saving import Saving
 from ..runtime.executor import Executor
+from ..units import readable
 from .saving import Space, choose_saving
 
 # A longer chunk on a GPU may raise the peak of a step to this multiple.
@@ -33,11 +34,22 @@ MOST_CHUNKS = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen for a length: a memory policy, and rows of a chunk of a layer and of the loss head."""
+    """What is chosen for a length.
+
+    Attributes:
+        policy: what is kept for the backward, and where.
+        rows, loss_rows: of a chunk of a layer and of the loss head.
+        more: what more memory would buy, to go on with in words, where the policy does not say it.
+    """
 
     policy: Policy
     rows: int
     loss_rows: int
+    more: str = ""
+
+
+#: A policy, and rows of a chunk.
+Way = tuple[Policy, int]
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,8 @@ class Chooser:
 
     def choose(self, terms: Terms) -> Choice:
         """What is chosen for some steps."""
-        policy, rows = self._policy_and_rows(terms)
-        found = Choice(policy, rows, self._loss_rows(policy, rows, terms))
+        policy, rows, more = self._policy_and_rows(terms)
+        found = Choice(policy, rows, self._loss_rows(policy, rows, terms), more)
         return replace(found, rows=self._longer(found, terms))
 
     def peak(self, choice: Choice, terms: Terms) -> int:
@@ -134,34 +146,47 @@ class Chooser:
 
     # ---- what is chosen
 
-    def _policy_and_rows(self, terms: Terms) -> tuple[Policy, int]:
+    def _policy_and_rows(self, terms: Terms) -> tuple[Policy, int, str]:
         first, usual = self.policies[0], self._rows_tried(terms)
         rows_tried, budget = [*usual, *self._few_rows(terms)], terms.budget
         if budget is None or len(self.policies) == len(rows_tried) == 1:
-            return first, usual[0]
+            return first, usual[0], ""
         if self.fills and terms.training and first == Policy():
             found = self._with_more_saved(terms, usual)
             if found is not None:
                 return found
-        peaks: dict[tuple[Policy, int], int] = {}
-        fewest = rows_tried[-1]
-        for policy, rows in self._ways(terms, rows_tried):
-            if peaks.get((policy, fewest), 0) > budget:
+        times = self._times(terms, rows_tried)
+        way = self._first_that_fits(terms, sorted(times, key=times.__getitem__), rows_tried[-1])
+        return *way, self._more(terms, way, (first, usual[-1]), times) if self.options.chooses else ""
+
+    def _first_that_fits(self, terms: Terms, ways: Sequence[Way], fewest: int) -> Way:
+        """The first of some policies with rows of a chunk that fits, or that which takes least."""
+        assert terms.budget is not None
+        peaks: dict[Way, int] = {}
+        for policy, rows in ways:
+            if peaks.get((policy, fewest), 0) > terms.budget:
                 continue
             for own in (rows, fewest):
                 peaks[policy, own] = self._peak(policy, terms, own)
-                if own == rows and peaks[policy, own] <= budget:
+                if own == rows and peaks[policy, own] <= terms.budget:
                     return policy, rows
         return min(peaks, key=peaks.__getitem__)
 
-    def _ways(self, terms: Terms, rows_tried: Sequence[int]) -> list[tuple[Policy, int]]:
-        """Policies with rows of a chunk, those that take the least time first; nothing is filled up."""
-        ways = list(itertools.product(self.policies, rows_tried))
-        if len(self.policies) == 1:
-            return ways
-        samples, most = self._sequences(terms), rows_tried[0]
-        work = {policy: self._work(policy, terms, most) for policy in self.policies}
-        return sorted(ways, key=lambda way: work[way[0]] * (1 + SHORT / (way[1] * samples)))
+    def _times(self, terms: Terms, rows_tried: Sequence[int]) -> dict[Way, float]:
+        """Policies with rows of a chunk, and how long a step takes with them, to be compared."""
+        samples, most, several = self._sequences(terms), rows_tried[0], len(self.policies) > 1
+        work = {p: self._work(p, terms, most) if several else 1 for p in self.policies}
+        ways = itertools.product(self.policies, rows_tried)
+        return {way: work[way[0]] * (1 + SHORT / (way[1] * samples)) for way in ways}
+
+    def _more(self, terms: Terms, way: Way, usual: Way, times: Mapping[Way, float]) -> str:
+        """What more memory would buy where little is there: the first policy, in chunks of usual length."""
+        more = self._peak(usual[0], terms, usual[1]) - self._peak(way[0], terms, way[1])
+        faster = times[way] / times[usual] - 1
+        if more <= 0 or faster <= 0:
+            return ""
+        rows = min(usual[1], terms.tokens)
+        return f"; {readable(more)} more would do to {usual[0]} in chunks of {rows} rows: {faster:.0%} faster"
 
     def _work(self, policy: Policy, terms: Terms, rows: int) -> int:
         """Operations of a step."""
@@ -187,7 +212,7 @@ class Chooser:
         most = min(self._rows_tried(terms)[-1], terms.tokens)
         return [n for n in FEW_ROWS if n < most and n * MOST_CHUNKS >= terms.tokens]
 
-    def _with_more_saved(self, terms: Terms, rows_tried: Sequence[int]) -> tuple[Policy, int] | None:
+    def _with_more_saved(self, terms: Terms, rows_tried: Sequence[int]) -> tuple[Policy, int, str] | None:
         """Rows of a chunk, and a policy that stores inputs and what the rest of the memory has room for.
 
         Smaller chunks, of a layer or of the loss head, leave more room, and take more time for the rest. They
@@ -202,7 +227,7 @@ class Chooser:
         """
         heads = dict.fromkeys((self.options.loss_rows(self._sequences(terms)), self._fewest(terms)))
         assert terms.budget is not None
-        tried: list[tuple[tuple[int, int], Policy, int]] = []
+        tried: list[tuple[tuple[int, int], Policy, int, str]] = []
         filled: int | None = None  # the least peak of those that are filled, if they fit
         for rows, loss_rows in itertools.product(rows_tried, heads):
             least = self._peak(Policy(), terms, rows, loss_rows)
@@ -215,7 +240,8 @@ class Chooser:
             room = max(least, terms.budget - terms.left_free) if fills else least
             found = choose_saving(self.space, room, least)
             work = int(sum(m.flops for m in self.space.timeline(found.saving)))
-            tried.append(((work, self.space.again - found.spared), found.policy, rows))
+            more = "" if found.spared else self.space.more(0)
+            tried.append(((work, self.space.again - found.spared), found.policy, rows, more))
             if not terms.on_cpu:
                 break
         # the first of those that are alike

@@ -49,9 +49,8 @@ def schedule_text(schedule: ScheduledStep) -> str:
     if schedule.options.chooses:
         lines.append("  memory policy: chosen at the first step of a length")
     elif schedule.policy != Policy() or schedule.is_chosen("policy"):
-        lines.append(
-            f"  memory policy: {schedule.policy}{' (chosen)' if schedule.is_chosen('policy') else ''}"
-        )
+        chosen = f"{schedule.more_memory} (chosen)" if schedule.is_chosen("policy") else ""
+        lines.append(f"  memory policy: {schedule.policy}{chosen}")
     if schedule.devices > 1:
         lines.append(
             f"  rows of each sequence on {schedule.devices} devices; figures are those of one of them"

@@ -39,6 +39,7 @@ class ScheduledStep:
     number: int = field(default_factory=itertools.count().__next__)
     given: Options | None = None
     chosen_loss_rows: int | None = None
+    more_memory: str = field(default="", repr=False, compare=False)
     executor: Executor | AutoExecutor | None = field(default=None, repr=False, compare=False)
     check: SelfCheck | None = None
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
@@ -46,10 +47,13 @@ class ScheduledStep:
     _timeline: tuple | None = field(default=None, repr=False, compare=False)
     _memory: object = field(default=None, repr=False, compare=False)
 
-    def choose(self, options: Options, loss_rows: int) -> None:
-        """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it."""
+    def choose(self, options: Options, loss_rows: int, more: str = "") -> None:
+        """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it.
+
+        `more` is what more memory would buy, in words, where the policy does not say it.
+        """
         self.given = self.given or self.options
-        self.options, self.chosen_loss_rows = options, loss_rows
+        self.options, self.chosen_loss_rows, self.more_memory = options, loss_rows, more
 
     def is_chosen(self, option: str) -> bool:
         """True if an option that was left open has been chosen since."""

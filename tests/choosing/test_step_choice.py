@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -40,13 +41,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 @functools.cache
-def executor(name: str, trained: str = "", **options: Any) -> AutoExecutor:
-    """What chooses for a model without weights, of which the parameters with a certain name are trained."""
+def schedule(name: str, trained: str = "", **options: Any) -> streambp_fx.Schedule:
+    """Of a model without weights, of which the parameters with a certain name are trained."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
     for own, parameter in model.named_parameters():
         parameter.requires_grad_(trained in own)
-    found = streambp_fx.explain(model, 2048, **{"memory": "1GiB", **options}).executor
+    return streambp_fx.explain(model, 2048, **{"memory": "1GiB", **options})
+
+
+def executor(name: str, trained: str = "", **options: Any) -> AutoExecutor:
+    """What chooses for such a model."""
+    found = schedule(name, trained, **options).executor
     assert isinstance(found, AutoExecutor)
     return found
 
@@ -137,6 +143,26 @@ def test_an_order_that_is_named_is_kept() -> None:
     assert default.order == "auto" and default.stored == named.stored == Policy() and named.chooses
     held = [chosen(executor("dense", order="chunks", policy="auto"), 2048, b)[0].rows for b in (1, 2**30)]
     assert held == [64, 2048]
+
+
+@pytest.mark.filterwarnings("ignore:memory=1 does not fit:streambp_fx.StreamBPWarning")
+def test_the_schedule_says_what_more_memory_would_buy() -> None:
+    """Also where nothing is saved, and where not even inputs are stored in chunks of usual length."""
+    own, tokens = executor("dense"), 1152
+    low = least(own, Policy(), tokens, 512)
+    expected = {
+        1: "store inputs; {} more would do to store inputs in chunks of 512 rows: {} faster (chosen)",
+        low: "store inputs; {} more would spare all: {} faster (chosen)",
+        low + 2**20: "of the recompute; {} more would spare all: {} faster (chosen)",
+        2**40: "that spare 100% of the recompute (chosen)",
+    }
+    for memory, words in expected.items():
+        shown = dataclasses.replace(schedule("dense"), seq_len=None)
+        again = with_memory(own, memory)
+        again.chosen = shown.choose
+        again.choice(inputs_of(own, tokens))
+        amount = re.escape(words).replace(r"\{\}", r"[\d.]+[ %]?(?:[KM]iB)?")
+        assert re.search(amount, str(shown)), (words, str(shown))
 
 
 @pytest.mark.parametrize("tokens", [300, pytest.param(1100, marks=pytest.mark.slow)])
