@@ -157,10 +157,27 @@ class Space:
         cost = self.cost.storing(Policy(saving))
         return max(int(cost.peak(sizes).total) for sizes in (self.sizes, *self.alike))
 
-    def saving(self, count: int) -> Saving:
-        """The first so many steps, made."""
+    def later(self, count: int, room: int) -> list[Step]:
+        """Steps after the first so many that save at most so many bytes together.
+
+        NOTE [steps that still fit]: where the next step does not fit, later ones may, which save less. With a
+        larger budget less may be spared by those, but no less in all: the step that then is made instead
+        spares more than all that it takes the place of, which was smaller, and spared no more for a byte.
+        """
+        found, left_out = list[Step](), set[tuple[int, int]]()
+        for step in self.steps[count:]:
+            chunk = (step.segment, step.chunk)
+            if step.saved <= room and chunk not in left_out:
+                found.append(step)
+                room -= step.saved
+            else:
+                left_out.add(chunk)
+        return found
+
+    def saving(self, count: int, later: Sequence[Step] = ()) -> Saving:
+        """The first so many steps, made, and some later ones."""
         made: dict[int, list[int]] = {k: [0] * len(starts) for k, starts in self.starts.items()}
-        for step in self.steps[:count]:
+        for step in (*self.steps[:count], *later):
             made[step.segment][step.chunk] = max(made[step.segment][step.chunk], step.corner)
         runners = self.cost.executor.runners
         pieces = []
@@ -168,31 +185,27 @@ class Space:
             corners, runner = made.get(segment.index, []), runners[segment.index]
             prices = self.prices_of(runner) if runner is not None and any(corners) else []
             pieces.append(_pieces(corners, self.starts.get(segment.index, []), self.sizes.tokens, prices))
-        return Saving(tuple(pieces), self._words(count))
+        saved = self.saved[count] + sum(s.saved for s in later)
+        spared = self.spared[count] + sum(s.spared for s in later)
+        return Saving(tuple(pieces), self._words(saved, spared))
 
-    def _words(self, count: int) -> str:
-        if not count:
+    def _words(self, saved: int, spared: int) -> str:
+        if not saved:
             return "inputs"
-        share = self.spared[count] / self.spared[-1]
-        words = f"inputs, and {readable(self.saved[count])} that spare {share:.0%} of the recompute"
-        return words + self.more(count)
+        share = spared / self.spared[-1]
+        words = f"inputs, and {readable(saved)} that spare {share:.0%} of the recompute"
+        return words + self.more(saved, spared)
 
-    def more(self, count: int) -> str:
+    def more(self, saved: int = 0, spared: int = 0) -> str:
         """What more memory would buy, to go on with: "; 1.5 GiB more would spare all: 10% faster".
 
         Args:
-            count: how many of the steps are made.
+            saved: bytes that are saved.
+            spared: operations that are spared.
         """
-        left = self.saved[-1] - self.saved[count]
-        return f"; {readable(left)} more would spare all: {self.faster(count):.0%} faster" if left else ""
-
-    def faster(self, count: int) -> float:
-        """By what share more steps there would be in the same time if all could be saved.
-
-        Args:
-            count: how many of the steps are made.
-        """
-        return (self.spared[-1] - self.spared[count]) / max(1, self.operations - self.spared[-1])
+        left = self.saved[-1] - saved
+        faster = (self.spared[-1] - spared) / max(1, self.operations - self.spared[-1])
+        return f"; {readable(left)} more would spare all: {faster:.0%} faster" if left else ""
 
     @cached_property
     def operations(self) -> int:
@@ -271,4 +284,10 @@ def choose_saving(space: Space, budget: int, least: int) -> Chosen:
         found = space.peak(space.saving(count))
         low, high, held = (count, high, found) if found <= budget else (low, count, held)
         halved = not halved
+    later = space.later(low, budget - held)
+    if later:
+        saving = space.saving(low, later)
+        peak = space.peak(saving)
+        if peak <= budget:
+            return Chosen(saving, peak, space.spared[low] + sum(s.spared for s in later))
     return Chosen(space.saving(low), held, space.spared[low])

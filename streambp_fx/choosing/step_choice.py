@@ -240,7 +240,7 @@ class Chooser:
             room = max(least, terms.budget - terms.left_free) if fills else least
             found = choose_saving(self.space, room, least)
             work = int(sum(m.flops for m in self.space.timeline(found.saving)))
-            more = "" if found.spared else self.space.more(0)
+            more = "" if found.spared else self.space.more()
             tried.append(((work, self.space.again - found.spared), found.policy, rows, more))
             if not terms.on_cpu:
                 break
