@@ -42,6 +42,9 @@ def schedule_text(schedule: ScheduledStep) -> str:
         lines.append(
             f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"
         )
+    for why, apart in itertools.groupby(schedule.segments_apart.items(), key=lambda found: found[1]):
+        which = ", ".join(str(index) for index, _ in apart)
+        lines.append(f"  segment {which}: begins behind all chunks of the one before, as {why}")
     if again and schedule.policy.order == "layers":
         which = ", ".join(str(s.index) for s in again)
         what = f"segment {which} gives" if len(again) == 1 else f"segments {which} give"

@@ -14,6 +14,8 @@ from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
 from ..passes.s3_cut.segment import samples
+from ..passes.s6_schedule import build
+from ..passes.s6_schedule.chunks_first import why_apart
 from ..passes.s6_schedule.program import ChunksFirst, unrolled
 from ..units import readable
 from .scheduled_segment import ScheduledSegment
@@ -152,6 +154,15 @@ class ScheduledStep:
             return []
         loops = (i for i in unrolled(self.cost.step_program.forward) if isinstance(i, ChunksFirst))
         return [[self.facts.segments[call.segment] for call in loop.body] for loop in loops]
+
+    @property
+    def segments_apart(self) -> dict[int, str]:
+        """With chunks first: segments that begin anew behind all chunks of the one before, and why."""
+        if self.policy.order == "layers":
+            return {}
+        executor = self.cost.executor
+        program = build.schedule(executor.parts, executor.segments_where(self.cost.is_full), True)
+        return why_apart(program, executor.parts)
 
     @property
     def policy(self) -> Policy:
