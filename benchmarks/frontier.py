@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from streambp_fx.auto_executor import free_bytes
+from streambp_fx.choosing.budget import free_bytes
 
 from .cases import Workload
 from .measuring import Meter, Result

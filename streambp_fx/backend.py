@@ -66,12 +66,12 @@ from .show.progress import announced
 from .unstreamed import (
     CUT_AT_BUCKETS,
     HOST_IS_HERE,
-    LAYERS_FIRST,
     SHARES_MEMORY,
     Otherwise,
     Unstreamed,
     explain_unstreamed,
     unknown_names,
+    warn_if_layers_first,
     warn_unchunked,
     why_whole,
 )
@@ -408,8 +408,8 @@ class CompiledGraph:
             executor = self._executor(facts, schedule)
             schedule.sweeps, schedule.executor = executor.sweeps, executor
             asked = self.options.order == "chunks" and any(map(facts.trains, facts.segments))
-            if asked and not schedule.segments_together:
-                warn(LAYERS_FIRST)
+            if asked:
+                warn_if_layers_first(schedule)
             self.checks[executor] = Record(schedule)
         self.schedules.append(schedule)
         if self.report is not None:

@@ -19,6 +19,8 @@ LOSS_CHUNK_SIZES = range(320, 1025, 64)
 AUTO_CHUNK = 2048
 # Rows of a chunk that are tried where the chunk is to be chosen. Below the smallest, kernels lose time.
 CHUNK_SIZES = (2048, 1024, 512)
+# Fewer that are tried where a memory is named, and nothing fits it with more.
+FEW_ROWS = (256, 128, 64)
 # Rows of longer chunks for GPUs, see NOTE [longer chunks on GPUs], the most first.
 LONGER_CHUNKS = (8192, 4096)
 # With several sequences kernels have more to do at once: smaller chunks are tried as well, to this.
@@ -50,12 +52,14 @@ class Options:
         offload_rows: with `offload`: the rows between layers, and their gradients, lie there all the time,
             and come to the device chunk by chunk. What stays of all rows is what later rows read of the
             layer that runs (keys and values). It needs one read and one write of them more a layer.
-        order: "layers" (all chunks go through a layer before the next one begins), or "chunks" (a chunk goes
+        order: "layers" (all chunks go through a layer before the next one begins), "chunks" (a chunk goes
             through all layers before the next one begins; kept is then what later chunks read of each layer,
-            such as keys and values, and not the rows between layers: less memory where that is less).
+            such as keys and values, and not the rows between layers: less memory where that is less), or
+            "auto" (one of the two where the policy is chosen, and else "layers").
         policy: "given" (by `save`, `every`, `offload` and `order`), or "auto": those of them are chosen that
-            fit `memory` with the least work; `offload` then is where things may go, and the others are not
-            given. None: "auto" where `memory` is given and none of the others is, and else "given".
+            fit `memory` with the least work; `offload` then is where things may go, an `order` that is named
+            is kept, and the others are not given. None: "auto" where `memory` is given, and none of `save`,
+            `every`, `offload` and `order="chunks"` is, and else "given".
         accumulate: in which dtype gradients are summed over the chunks of a layer where weights are in half
             precision: "float32", or "weights" for their own, which needs less memory and loses digits.
         body: how chunk programs run: "eager" (PyTorch's own kernels) or "inductor" (compiled by Inductor).
@@ -87,7 +91,7 @@ class Options:
     every: int = 1
     offload: str = "none"
     offload_rows: bool = False
-    order: str = "layers"
+    order: str = "auto"
     policy: str | None = None
     accumulate: str = "float32"
     body: str = "eager"
@@ -116,10 +120,10 @@ class Options:
                 raise ValueError(f"{name} must be one of {values}, not {getattr(self, name)!r}")
         if self.policy == "auto" and (self.save, self.every) != ("inputs", 1):
             raise ValueError('policy="auto" chooses save and every itself: give the one or the others')
-        if self.order == "chunks" and (self.stored != Policy(order="chunks") or self.policy == "auto"):
+        if self.order == "chunks" and self.stored != Policy(order="chunks"):
             raise ValueError(
-                'order="chunks" keeps what later chunks read: it goes with save="inputs", every=1, '
-                'offload="none" and policy="given"'
+                'order="chunks" keeps what later chunks read: it goes with save="inputs", every=1 and '
+                'offload="none"'
             )
         if self.order == "chunks" and self.mesh is not None:
             raise ValueError('order="chunks" runs on one device: give it without a mesh')
@@ -147,7 +151,8 @@ class Options:
     @property
     def stored(self) -> Policy:
         """What is kept for the backward, and where."""
-        return Policy(self.save, self.every, self.offload, self.order, self.offload_rows)
+        order = "chunks" if self.order == "chunks" else "layers"
+        return Policy(self.save, self.every, self.offload, order, self.offload_rows)
 
     def storing(self, policy: Policy) -> Options:
         """The same options with this policy."""

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 from torch import nn
 
-from .choosing.saving import Space
+from .choosing.saving import Space, choose_saving
 from .cost import eager_step
 from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import Sizes, StepCost
@@ -235,7 +235,7 @@ class Planner:
         assert plan.memory_bytes is not None
         resident, space = plan.peak_bytes - plan.activation_peak_bytes, self._space(plan)
         ways = ways_to_run(space, resident, self.rates)
-        policy = space.filled(plan.memory_bytes - resident, plan.activation_peak_bytes)
+        policy = choose_saving(space, plan.memory_bytes - resident, plan.activation_peak_bytes).policy
         asked = plan.model, plan.seq_len, plan.memory_bytes, plan.chunk, optimizer
         found = plan if policy == self.stored else self.use(policy).plan(*asked)
         return replace(found, ways=ways, max_seq_len=plan.max_seq_len, tokens_per_gib=plan.tokens_per_gib)
@@ -282,7 +282,7 @@ def plan(
     every: int = 1,
     offload: str = "none",
     offload_rows: bool = False,
-    order: str = "layers",
+    order: str = "auto",
     policy: str = "given",
     gpus: int | None = None,
     gpu_memory: str | int | None = None,

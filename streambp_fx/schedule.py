@@ -28,6 +28,7 @@ class Schedule(ScheduledStep):
             must be known first, 0 if there is no loss.
         given: the options as they were given; `options` has what the compiler has chosen instead of "auto".
         chosen_loss_rows: rows of a chunk of the loss head, as chosen for the last new length; None: not yet.
+        more_memory: what more memory would buy, in words, where `options` do not say it.
         number: schedules are counted in the order in which they are made.
         executor: what runs it, if it was compiled to be run.
         check: what the self-check before its first use has found; None: there was none yet.

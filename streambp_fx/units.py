@@ -12,7 +12,7 @@ CHOICES = {
     "logits": ("drop", "lazy", "keep"),
     "save": ("inputs", "attention"),
     "offload": ("none", "host", "disk"),
-    "order": ("layers", "chunks"),
+    "order": ("auto", "layers", "chunks"),
     "policy": ("given", "auto"),
     "accumulate": ("float32", "weights"),
     "body": ("eager", "inductor"),

@@ -20,6 +20,7 @@ from .passes.rules.asking import op_name
 from .passes.s1_capture.sequence_length import is_called, lengths_read
 from .passes.s2_prove.axes import is_secondary
 from .runtime.step_counts import StepCounts
+from .schedule import Schedule
 
 log = logging.getLogger(__name__)
 CUT_AT_BUCKETS = (
@@ -34,6 +35,10 @@ HOST_IS_HERE = (
 LAYERS_FIRST = (
     'order="chunks" changes nothing here, and layers go first: no segment hands rows to the next one and to '
     "nobody else, all read columns of one value, or parameters are gathered layer by layer"
+)
+PARTLY_LAYERS_FIRST = (
+    'order="chunks" is followed in part: all chunks go through segment {segments} before the next one '
+    "begins, as {why}"
 )
 SHARES_MEMORY = "an input that is changed in place shares memory with another"
 
@@ -149,6 +154,21 @@ def _trains(module: GraphModule) -> bool:
     trained = [n for n, v in values if isinstance(v, torch.nn.Parameter) and v.requires_grad]
     lookup = torch.nn.functional.embedding
     return torch.is_grad_enabled() and any(u.target is not lookup for n in trained for u in n.users)
+
+
+def warn_if_layers_first(schedule: Schedule) -> None:
+    """A warning if with chunks first there are segments that read along the sequence, and run alone."""
+    together = schedule.segments_together
+    if not together:
+        warn(LAYERS_FIRST)
+        return
+    inside, apart = {s.index for loop in together for s in loop}, schedule.segments_apart
+    trained = [s.index for s in schedule.facts.segments if s.mixings and schedule.facts.trains(s)]
+    alone = [k for k in trained if k not in inside]
+    if alone:
+        behind = [n for n in trained if n - 1 in alone]  # or the one behind is cut off from it
+        why = dict.fromkeys(apart[n] for n in (*alone, *behind) if n in apart)
+        warn(PARTLY_LAYERS_FIRST.format(segments=", ".join(map(str, alone)), why=", and ".join(why)))
 
 
 def warn_unchunked(facts: Facts) -> None:

@@ -102,7 +102,7 @@ def candidates(policy: Policy, filled: bool = False, chunks_first: bool = False)
     found = [Policy(save, 1, place) for place in places for save in saved]
     if policy.offload_rows:
         found += [Policy(save, 1, policy.offload, offload_rows=True) for save in saved]
-    again = [Policy("attention", every, place) for every in (2, 4, 8) for place in places]
+    again = [Policy(save, every, place) for every in (2, 4, 8) for save in saved for place in places]
     return [*found[filled:], *([Policy(order="chunks")] if chunks_first else []), *again]
 
 

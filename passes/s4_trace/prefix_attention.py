@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_kernels import AttentionBlock, Kernel, additive
+from .attention_kernels import BIAS_COLUMNS, AttentionBlock, Kernel, additive
 from .columns_of_others import ATTEND_TO_OTHERS, ATTEND_TO_OTHERS_BACKWARD
 
 
@@ -171,11 +171,13 @@ class PrefixAttention(torch.autograd.Function):
             blocks = [(ctx.prefix, rows, True)]
             blocks += [(*piece, False) for piece in _pieces(ctx.prefix, ctx.pieces)]
         else:
-            blocks = [(0, key.shape[2], False)]
+            blocks = [(*piece, False) for piece in _pieces(key.shape[2], ctx.pieces, BIAS_COLUMNS)]
         grad_query = None
         for start, length, causal in blocks:
             keys, values = (x.narrow(2, start, length) for x in (key, value))
-            block = AttentionBlock(query, keys, values, bias, causal, ctx.scale)
+            whole = bias is None or len(blocks) == 1 or bias.shape[-1] == 1
+            own = bias if whole else bias.narrow(-1, start, length)
+            block = AttentionBlock(query, keys, values, own, causal, ctx.scale)
             dq, dk, dv = differentiated(ctx.kernel, gradient, block, out, lse)
             grad_key.narrow(2, start, length).add_(dk)
             grad_value.narrow(2, start, length).add_(dv)
@@ -184,12 +186,13 @@ class PrefixAttention(torch.autograd.Function):
             assert grad_query is not None
             operands = (gradient, query, key, value, grad_key, grad_value, out, lse, ctx.scale)
             return (grad_query.add_(ATTEND_TO_OTHERS_BACKWARD(*operands)), *(None,) * 15)
-        own = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
-        return (grad_query, *own, *(None,) * 13)
+        results = (_as_result(g, x.dtype) for g, x in ((own_key, key), (own_value, value)))
+        return (grad_query, *results, *(None,) * 13)
 
 
-def _pieces(prefix: Any, pieces: int) -> list[tuple[Any, Any]]:
-    """First column and length of each piece of the prefix; the last takes what is left over.
+def _pieces(prefix: Any, pieces: int, multiple: int = 1) -> list[tuple[Any, Any]]:
+    """First column and length of each piece of the prefix, or of all columns where there is a bias, as many
+    as a multiple of a number; the last takes what is left over.
 
     NOTE [prefix in pieces]: the kernels return the gradients of keys and values whole, before they are added
     to the sums: as many bytes again as the keys and values themselves. Where the states of one layer are the
@@ -198,9 +201,9 @@ def _pieces(prefix: Any, pieces: int) -> list[tuple[Any, Any]]:
     """
     if isinstance(prefix, int) and prefix == 0:
         return []
-    if pieces == 1 or prefix < pieces:
+    if pieces == 1 or prefix < pieces * multiple:
         return [(0, prefix)]
-    length = prefix // pieces
+    length = prefix // (pieces * multiple) * multiple
     last = (pieces - 1) * length
     return [*((k * length, length) for k in range(pieces - 1)), (last, prefix - last)]
 

@@ -12,10 +12,11 @@ from ..step.instructions import Buffer, BufferKind
 from ..step.saving import Price, everywhere
 from .build import written_over
 from .kept_states import values_of_states
-from .program import Call, CallLoss, ChunksFirst, StepInstruction, StepProgram, read_from_outside
+from .program import Call, CallLoss, ChunksFirst, StepInstruction, StepProgram, read_from_outside, segment_of
 from .program.values import Value, ValueKind
 from .step_parts import StepParts
 
+OTHERS_READ = "what it reads is more than rows, or is read by others, too"
 #: Between its two halves all of a chunk is kept that costs more than elementwise work to compute again.
 CHUNK = Price(64.0, 0)
 
@@ -36,27 +37,79 @@ def run_chunks_first(program: StepProgram, parts: StepParts) -> StepProgram:
     return program
 
 
+def why_apart(program: StepProgram, parts: StepParts) -> dict[int, str]:
+    """Of trained segments that read along the sequence, those that are not in one loop with the one before.
+
+    Args:
+        program: as it is before `run_chunks_first`.
+
+    Returns:
+        why, by index.
+    """
+    facts, found = parts.facts, dict[int, str]()
+    backward = {i.segment: i for i in program.backward if isinstance(i, Call)}
+    shared, before, why = _shared_states(program, facts), None, ""
+    seen = False
+    for instruction in program.forward:
+        index = segment_of(instruction)
+        if index is None:
+            continue
+        why = why or _why_cut(program, facts, before, instruction, backward, shared)
+        if facts.segments[index].mixings and facts.trains(facts.segments[index]):
+            if seen and why:
+                found[index] = why
+            seen, why = True, ""
+        before = instruction
+    return found
+
+
+def _shared_states(program: StepProgram, facts: Facts) -> set[Value]:
+    """Columns that several segments read."""
+    calls = [i for i in program.forward if isinstance(i, Call)]
+    states = Counter(v for call in calls for v in set(values_of_states(call, facts).values()))
+    return {v for v, count in states.items() if count > 1}
+
+
 def _chains(program: StepProgram, parts: StepParts, backward: dict[int, Call]) -> Iterator[list[Call]]:
     """Runs of neighbouring calls, each of which hands its rows to the next and to nobody else."""
     facts, chain = parts.facts, list[Call]()
-    calls = [i for i in program.forward if isinstance(i, Call)]
-    states = Counter(v for call in calls for v in set(values_of_states(call, facts).values()))
-    shared = {v for v, count in states.items() if count > 1}  # columns that several segments read
+    shared = _shared_states(program, facts)
     for instruction in (*program.forward, None):
-        ours = isinstance(instruction, Call) and _may_join(instruction)
-        ours = ours and shared.isdisjoint(values_of_states(instruction, facts).values())  # type: ignore[arg-type]
-        if chain and not (ours and _hands_on(program, facts, chain[-1], instruction, backward)):
+        if chain and _why_cut(program, facts, chain[-1], instruction, backward, shared):
             if len(chain) > 1 and chain[-1].segment in backward and _reads_along(facts, chain):
                 yield chain
             chain = []
-        if ours:
-            chain.append(instruction)  # type: ignore[arg-type]
+        if isinstance(instruction, Call) and not _why_alone(facts, instruction, shared):
+            chain.append(instruction)
 
 
-def _may_join(call: Call) -> bool:
-    """True for a call that reads no later rows, and saves nothing but its inputs."""
-    way = call.way
-    return not isinstance(call, CallLoss) and not way.full and not way.saves and not way.several
+def _why_alone(facts: Facts, instruction: StepInstruction | None, shared: set[Value]) -> str:
+    """Why a part of the step is in no loop with others; "" if it may be."""
+    if not isinstance(instruction, Call):
+        return "a part runs unchunked"
+    way = instruction.way
+    if isinstance(instruction, CallLoss) or way.saves or way.several:
+        return "the loss is computed"
+    if way.full:
+        return "some rows may read all rows"
+    alone = shared.isdisjoint(values_of_states(instruction, facts).values())
+    return "" if alone else "several read one state"
+
+
+def _why_cut(
+    program: StepProgram,
+    facts: Facts,
+    before: StepInstruction | None,
+    after: StepInstruction | None,
+    backward: dict[int, Call],
+    shared: set[Value],
+) -> str:
+    """Why a part of the step is not in one loop with the one before it; "" if it is."""
+    alone = (before is not None and _why_alone(facts, before, shared)) or _why_alone(facts, after, shared)
+    if alone or before is None:
+        return alone
+    assert isinstance(before, Call) and isinstance(after, Call)
+    return "" if _hands_on(program, facts, before, after, backward) else OTHERS_READ
 
 
 def _reads_along(facts: Facts, chain: list[Call]) -> bool:
@@ -68,11 +121,10 @@ def _hands_on(
     program: StepProgram,
     facts: Facts,
     before: Call,
-    after: StepInstruction | None,
+    after: Call,
     backward: dict[int, Call],
 ) -> bool:
     """True if all that a segment makes are rows that the next one reads, and nobody else."""
-    assert isinstance(after, Call)
     first, second = facts.segments[before.segment], facts.segments[after.segment]
     if len(first.outputs) != 1 or first.removed != second.removed:
         return False

@@ -1,1 +1,1 @@
-"""What a step saves for its backward, chosen for the memory that there is."""
+"""What is left open of a step, chosen for the memory that there is."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from ..cost.held_bytes import Sizes
+from ..cost.held_bytes import Moment, Sizes
 from ..cost.step import StepCost
 from ..passes.cost.work import total
 from ..passes.graph.facts import Segment
@@ -27,9 +27,6 @@ from ..passes.step.saving import Piece, Price, Saving
 from ..runtime.segments.segment_runner import SegmentRunner
 from ..units import readable
 from .frontier import expressions, frontier
-
-# How often the peak of a step is asked for. A few times do: what is saved is held at the peak.
-TRIES = 12
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,17 @@ class Space:
         cost: of the step in which nothing is saved but inputs.
         sizes: as numbers.
         known: the space of the same graph for other sizes: its frontiers are not sought again.
+        alike: sizes of other steps that save the same, whose peaks count as well.
 
     Attributes:
         again: operations that are computed again if nothing is saved.
         steps: those that spare most for a byte first.
     """
 
-    def __init__(self, cost: StepCost, sizes: Sizes, known: Space | None = None) -> None:
-        self.cost, self.sizes = cost, sizes
+    def __init__(
+        self, cost: StepCost, sizes: Sizes, known: Space | None = None, alike: Sequence[Sizes] = ()
+    ) -> None:
+        self.cost, self.sizes, self.alike = cost, sizes, alike
         self.prices: dict[Any, list[Price]] = {} if known is None else known.prices
         self.known: dict[Any, tuple[Any, Any]] = {} if known is None else known.known
         self.starts: dict[int, list[int]] = {}
@@ -148,19 +148,36 @@ class Space:
         """How many steps can be made that save at most so many bytes together."""
         return bisect.bisect_right(self.saved, room) - 1
 
+    def timeline(self, saving: Saving) -> list[Moment]:
+        """Of a step that saves something."""
+        return self.cost.storing(Policy(saving)).timeline(self.sizes)
+
     def peak(self, saving: Saving) -> int:
         """Bytes that a step takes which saves something."""
-        return int(self.cost.storing(Policy(saving)).peak(self.sizes).total)
+        cost = self.cost.storing(Policy(saving))
+        return max(int(cost.peak(sizes).total) for sizes in (self.sizes, *self.alike))
 
-    def filled(self, budget: int, least: int) -> Policy:
-        """The policy that saves as much as fits a budget; see `choose_saving`."""
-        chosen = choose_saving(self, budget, least)
-        return Policy(chosen.saving) if chosen.spared else Policy()
+    def later(self, count: int, room: int) -> list[Step]:
+        """Steps after the first so many that save at most so many bytes together.
 
-    def saving(self, count: int) -> Saving:
-        """The first so many steps, made."""
+        NOTE [steps that still fit]: where the next step does not fit, later ones may, which save less. With a
+        larger budget less may be spared by those, but no less in all: the step that then is made instead
+        spares more than all that it takes the place of, which was smaller, and spared no more for a byte.
+        """
+        found, left_out = list[Step](), set[tuple[int, int]]()
+        for step in self.steps[count:]:
+            chunk = (step.segment, step.chunk)
+            if step.saved <= room and chunk not in left_out:
+                found.append(step)
+                room -= step.saved
+            else:
+                left_out.add(chunk)
+        return found
+
+    def saving(self, count: int, later: Sequence[Step] = ()) -> Saving:
+        """The first so many steps, made, and some later ones."""
         made: dict[int, list[int]] = {k: [0] * len(starts) for k, starts in self.starts.items()}
-        for step in self.steps[:count]:
+        for step in (*self.steps[:count], *later):
             made[step.segment][step.chunk] = max(made[step.segment][step.chunk], step.corner)
         runners = self.cost.executor.runners
         pieces = []
@@ -168,27 +185,27 @@ class Space:
             corners, runner = made.get(segment.index, []), runners[segment.index]
             prices = self.prices_of(runner) if runner is not None and any(corners) else []
             pieces.append(_pieces(corners, self.starts.get(segment.index, []), self.sizes.tokens, prices))
-        return Saving(tuple(pieces), self._words(count))
+        saved = self.saved[count] + sum(s.saved for s in later)
+        spared = self.spared[count] + sum(s.spared for s in later)
+        return Saving(tuple(pieces), self._words(saved, spared))
 
-    def _words(self, count: int) -> str:
-        if not count:
+    def _words(self, saved: int, spared: int) -> str:
+        if not saved:
             return "inputs"
-        share = self.spared[count] / self.spared[-1]
-        words = f"inputs, and {readable(self.saved[count])} that spare {share:.0%} of the recompute"
-        left = self.saved[-1] - self.saved[count]
-        return (
-            f"{words}; {readable(left)} more would spare all: {self.faster(count):.0%} faster"
-            if left
-            else words
-        )
+        share = spared / self.spared[-1]
+        words = f"inputs, and {readable(saved)} that spare {share:.0%} of the recompute"
+        return words + self.more(saved, spared)
 
-    def faster(self, count: int) -> float:
-        """By what share more steps there would be in the same time if all could be saved.
+    def more(self, saved: int = 0, spared: int = 0) -> str:
+        """What more memory would buy, to go on with: "; 1.5 GiB more would spare all: 10% faster".
 
         Args:
-            count: how many of the steps are made.
+            saved: bytes that are saved.
+            spared: operations that are spared.
         """
-        return (self.spared[-1] - self.spared[count]) / max(1, self.operations - self.spared[-1])
+        left = self.saved[-1] - saved
+        faster = (self.spared[-1] - spared) / max(1, self.operations - self.spared[-1])
+        return f"; {readable(left)} more would spare all: {faster:.0%} faster" if left else ""
 
     @cached_property
     def operations(self) -> int:
@@ -243,26 +260,34 @@ class Chosen:
     peak: int
     spared: int
 
+    @property
+    def policy(self) -> Policy:
+        """The policy that saves it."""
+        return Policy(self.saving) if self.spared else Policy()
 
-def choose_saving(space: Space, budget: int, least: int, tries: int = TRIES) -> Chosen:
+
+def choose_saving(space: Space, budget: int, least: int) -> Chosen:
     """As much work spared as fits a budget.
 
     Args:
         space: what may be saved.
         budget: bytes that the step may take.
         least: bytes that it takes where nothing is saved, which fits.
-        tries: how often the peak of a step may be asked for.
     """
-    low, high, held, refused = 0, len(space.saved), least, 0  # it fits at low, and not at high
-    for _ in range(tries):
-        if high - low == 1:
-            break
-        # what is saved is held at the peak, so the peak grows by it, or by less
+    low, high, held = 0, len(space.saved), least  # it fits at low, and not at high
+    halved = False
+    while high - low > 1:
+        # what is saved is held at the peak, so the peak grows by it, or by less; every second time half of
+        # what is left is ruled out
         guess = min(max(space.count(space.saved[low] + budget - held), low + 1), high - 1)
-        count = (low + high) // 2 if refused else guess
+        count = (low + high) // 2 if halved else guess
         found = space.peak(space.saving(count))
-        if found <= budget:
-            low, held, refused = count, found, 0
-        else:
-            high, refused = count, refused + 1
+        low, high, held = (count, high, found) if found <= budget else (low, count, held)
+        halved = not halved
+    later = space.later(low, budget - held)
+    if later:
+        saving = space.saving(low, later)
+        peak = space.peak(saving)
+        if peak <= budget:
+            return Chosen(saving, peak, space.spared[low] + sum(s.spared for s in later))
     return Chosen(space.saving(low), held, space.spared[low])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..auto_executor import free_bytes
+from ..choosing.budget import free_bytes
 from ..planning.place_rates import TooLittleRoom, measured_disk
 from ..units import readable
 from ..versions import MINIMUM, TESTED

@@ -43,7 +43,7 @@ class ExplainOptions:
     every: int = 1
     offload: str = "none"
     offload_rows: bool = False
-    order: str = "layers"
+    order: str = "auto"
     gpus: int | None = None
     shard: str | None = None
     wrap: str = "layers"

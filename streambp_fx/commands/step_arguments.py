@@ -62,7 +62,7 @@ def add_step_without_weights(
         help="rows between layers lie there as well while layers run, and come by chunks",
     )
     command.add_argument(
-        "--order", default="layers", choices=CHOICES["order"], help="what goes first: a layer, or a chunk"
+        "--order", default="auto", choices=CHOICES["order"], help="what goes first: layers, or chunks"
     )
     several = command.add_argument_group("several devices, each with a batch of its own")
     several.add_argument("--gpus", type=at_least(1), metavar="N", help="how many share the model")

@@ -42,6 +42,9 @@ def schedule_text(schedule: ScheduledStep) -> str:
         lines.append(
             f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"
         )
+    for why, apart in itertools.groupby(schedule.segments_apart.items(), key=lambda found: found[1]):
+        which = ", ".join(str(index) for index, _ in apart)
+        lines.append(f"  segment {which}: begins behind all chunks of the one before, as {why}")
     if again and schedule.policy.order == "layers":
         which = ", ".join(str(s.index) for s in again)
         what = f"segment {which} gives" if len(again) == 1 else f"segments {which} give"
@@ -49,9 +52,8 @@ def schedule_text(schedule: ScheduledStep) -> str:
     if schedule.options.chooses:
         lines.append("  memory policy: chosen at the first step of a length")
     elif schedule.policy != Policy() or schedule.is_chosen("policy"):
-        lines.append(
-            f"  memory policy: {schedule.policy}{' (chosen)' if schedule.is_chosen('policy') else ''}"
-        )
+        chosen = f"{schedule.more_memory} (chosen)" if schedule.is_chosen("policy") else ""
+        lines.append(f"  memory policy: {schedule.policy}{chosen}")
     if schedule.devices > 1:
         lines.append(
             f"  rows of each sequence on {schedule.devices} devices; figures are those of one of them"

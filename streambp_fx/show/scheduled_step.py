@@ -14,6 +14,8 @@ from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
 from ..passes.s3_cut.segment import samples
+from ..passes.s6_schedule import build
+from ..passes.s6_schedule.chunks_first import why_apart
 from ..passes.s6_schedule.program import ChunksFirst, unrolled
 from ..passes.s6_schedule.program.values import CHUNK, LOSS_CHUNK
 from ..units import readable
@@ -40,6 +42,7 @@ class ScheduledStep:
     number: int = field(default_factory=itertools.count().__next__)
     given: Options | None = None
     chosen_loss_rows: int | None = None
+    more_memory: str = field(default="", repr=False, compare=False)
     executor: Executor | AutoExecutor | None = field(default=None, repr=False, compare=False)
     check: SelfCheck | None = None
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
@@ -47,10 +50,13 @@ class ScheduledStep:
     _timeline: tuple | None = field(default=None, repr=False, compare=False)
     _memory: object = field(default=None, repr=False, compare=False)
 
-    def choose(self, options: Options, loss_rows: int) -> None:
-        """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it."""
+    def choose(self, options: Options, loss_rows: int, more: str = "") -> None:
+        """Note what was chosen for the last new length; `loss_rows` of the loss head are in a chunk of it.
+
+        `more` is what more memory would buy, in words, where the policy does not say it.
+        """
         self.given = self.given or self.options
-        self.options, self.chosen_loss_rows = options, loss_rows
+        self.options, self.chosen_loss_rows, self.more_memory = options, loss_rows, more
 
     def is_chosen(self, option: str) -> bool:
         """True if an option that was left open has been chosen since."""
@@ -149,6 +155,15 @@ class ScheduledStep:
             return []
         loops = (i for i in unrolled(self.cost.step_program.forward) if isinstance(i, ChunksFirst))
         return [[self.facts.segments[call.segment] for call in loop.body] for loop in loops]
+
+    @property
+    def segments_apart(self) -> dict[int, str]:
+        """With chunks first: segments that begin anew behind all chunks of the one before, and why."""
+        if self.policy.order == "layers":
+            return {}
+        executor = self.cost.executor
+        program = build.schedule(executor.parts, executor.segments_where(self.cost.is_full), True)
+        return why_apart(program, executor.parts)
 
     @property
     def policy(self) -> Policy:

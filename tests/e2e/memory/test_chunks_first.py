@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ def test_smaller_where_the_state_is(window: int | None, most: float) -> None:
 
 
 def test_what_it_does_not_go_with() -> None:
-    for options in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}, {"policy": "auto"}):
+    for options in ({"save": "attention"}, {"every": 2}, {"offload": "disk"}):
         with pytest.raises(ValueError, match='order="chunks"'):
             streambp_fx.Options(order="chunks", **options)
 
@@ -239,6 +240,47 @@ def test_an_order_that_cannot_be_followed_is_said() -> None:
     (loss + rows.pow(2).mean()).backward()
     assert any('order="chunks" changes nothing' in str(w.message) for w in caught)
     assert not loops_of(streamed)
+
+
+class Between(torch.nn.Module):
+    """Three layers of attention; the model returns what it is told of the rows between them."""
+
+    def __init__(self, shown: list[int]) -> None:
+        super().__init__()
+        self.shown, self.table, self.head = shown, torch.nn.Embedding(97, 16), torch.nn.Linear(16, 97)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The loss of tokens of shape (B, T), and rows of shape (B, T, 16)."""
+        x, rows = self.table(input_ids), []
+        for layer in self.layers:
+            y = layer(x)[:, None]
+            x = x + torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)[:, 0]
+            rows.append(x)
+        loss = torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return loss, *(rows[k] for k in self.shown)
+
+
+@pytest.mark.parametrize(("shown", "alone"), [([], None), ([1], None), ([0, 1], "2"), ([0, 1, 2], "2, 3")])
+def test_layers_that_run_one_after_the_other_are_said(shown: list[int], alone: str | None) -> None:
+    """The lookup and the loss are no layers; a border between two loops is in the schedule alone."""
+    torch._dynamo.reset()
+    model = Between(shown).double()
+    eager = copy.deepcopy(model)
+    options = {"chunk": 16, "order": "chunks", "check": "never", "on_error": "raise"}
+    streamed = torch.compile(model, backend="streambp", options=options)
+    given = {k: v for k, v in plain(2, 67).items() if k in ("input_ids", "labels")}
+    given["labels"] = given["labels"].clamp_min(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", streambp_fx.StreamBPWarning)
+        for call in (eager, streamed):
+            sum((found.square().mean() for found in call(**given)), torch.tensor(0.0)).backward()
+    said = [str(w.message) for w in caught if "in part" in str(w.message)]
+    assert len(said) == (alone is not None), said
+    assert not alone or f"through segment {alone} before the next one begins, as what it reads" in said[0]
+    assert str(streambp_fx.schedule(model)).count("begins behind all chunks") == bool(shown)
+    for got, want in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-12)
 
 
 class Convolved(torch.nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx import OffloadError
+from streambp_fx.passes.s4_trace import prefix_attention
 from streambp_fx.passes.s6_schedule.rows_elsewhere import rows_elsewhere as values_elsewhere
 from streambp_fx.runtime.segments import rows_elsewhere
 
@@ -35,6 +36,27 @@ def elsewhere(model: Any) -> set[str]:
 def test_exact(family: str) -> None:
     """Whatever reads along the sequence, whatever is looked up, whoever shares a weight."""
     check_exact(functools.partial(build, family), BATCHES, **ON_DISK)
+
+
+@pytest.mark.parametrize("family", sample(["falcon_alibi", "gemma3_text", "mistral"], "mistral"))
+def test_columns_under_a_bias_are_differentiated_in_pieces(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window, or what is added to the scores, goes with the columns: a quarter of them at a time."""
+    seen: list[tuple[int, int]] = []
+    made = prefix_attention.differentiated
+
+    def counted(kernel: Any, gradient: Tensor, block: Any, out: Tensor, lse: Tensor) -> Any:
+        if block.bias is not None:
+            seen.append((int(block.key.shape[2]), int(block.bias.shape[-1])))
+        return made(kernel, gradient, block, out, lse)
+
+    monkeypatch.setattr(prefix_attention, "differentiated", counted)
+    sizes = {"sliding_window": 60} if family in ("gemma3_text", "mistral") else {}
+    batches = {"T=150": plain(2, 150)}
+    check_exact(functools.partial(build, family, **sizes), batches, **ON_DISK)
+    assert seen and max(columns for columns, _ in seen) < 80, "a quarter of 150, and up to 48 more"
+    assert all(width in (1, columns) for columns, width in seen)
 
 
 OTHER_OPTIONS = [{"save": "attention"}, {"every": 2}, {"accumulate": "weights"}, {"loss_chunk": 3}]
