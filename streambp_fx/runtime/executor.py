@@ -105,6 +105,7 @@ class Executor:
         several: bool = False,
         kept_states: frozenset[int] = frozenset(),
         by_blocks: frozenset[int] = frozenset(),
+        seeds: tuple[Node, ...] | None = None,
     ) -> StepProgram:
         """The instructions of a step, checked; made once for each kind of step.
 
@@ -115,14 +116,15 @@ class Executor:
             several: each of several devices runs its own rows.
             kept_states: segments that keep the states of recurrences, see `kept_states`.
             by_blocks: segments whose chunks read columns of other devices block by block.
+            seeds: results to which the caller has gradients, see `schedule`.
 
         Raises:
             CompileError: what was made is wrong.
         """
-        key = full, training, left_out, several, kept_states, by_blocks
+        key = full, training, seeds, left_out, several, kept_states, by_blocks
         if key not in self._steps:
             try:
-                made = transformed(schedule(self.parts, full, training), self.parts, *key[2:])
+                made = transformed(schedule(self.parts, *key[:3]), self.parts, *key[3:])
             except PassError as error:
                 raise compile_error(error) from error
             except UnsoundStep as error:

@@ -26,27 +26,9 @@ BY_AUTOGRAD = {
     "SumShares",
     "Zeros",
 }
-# What a printed program is made without: it runs on one device, layer by layer, and nothing leaves that.
-NOT_PRINTED = {
-    "ChunksFirst",
-    "CollectRows",
-    "Fetch",
-    "GiveBackParameters",
-    "Layers",
-    "Leave",
-    "ReduceGradients",
-}
-NOT_PRINTED |= {"SumShares", "TakeParameters"}
-NOT_PRINTED_OF_SEGMENTS = {
-    "AllGather",
-    "Hand",
-    "Overwrite",
-    "Receive",
-    "ReduceScatter",
-    "Roll",
-    "Send",
-    "ZeroRows",
-}
+# What a printed program is made without: one device has all rows, and it runs layer by layer.
+NOT_PRINTED = {"ChunksFirst", "CollectRows", "SumShares"}
+NOT_PRINTED_OF_SEGMENTS = {"AllGather", "Hand", "Receive", "ReduceScatter", "Roll", "Send", "ZeroRows"}
 
 
 def names(kinds: object) -> set[str]:
