@@ -11,7 +11,7 @@ from ..cost import eager_step
 from ..cost.held_bytes import CAUSES
 from ..passes.graph.sources import source_line
 from ..passes.s2_prove.independent_samples import batch_size
-from ..passes.s3_cut.policy import Policy, groups
+from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.repeats import repeats
 from ..units import readable, readable_work
 from .collectives_text import collective_lines
@@ -37,12 +37,12 @@ def schedule_text(schedule: ScheduledStep) -> str:
         f"  stored for the backward: {readable(schedule.stored_bytes_per_row())} a row of the batch"
         + _total(schedule)
     )
-    again = [s for g in groups(schedule.facts, schedule.policy) for s in g[:-1]]
+    again = [s for g in schedule.segments_in_groups for s in g[:-1]]
     for loop in schedule.segments_together:
         lines.append(
             f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"
         )
-    if again and schedule.policy.order == "layers":
+    if again:
         which = ", ".join(str(s.index) for s in again)
         what = f"segment {which} gives" if len(again) == 1 else f"segments {which} give"
         lines.append(f"  not stored but computed again: what {what}")

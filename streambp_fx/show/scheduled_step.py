@@ -12,9 +12,9 @@ from ..cost.step import StepCost
 from ..options import Options
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.alive_bytes import row_bytes
-from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
+from ..passes.s3_cut.policy import Policy, rows_from_outside
 from ..passes.s3_cut.segment import samples
-from ..passes.s6_schedule.program import ChunksFirst, unrolled
+from ..passes.s6_schedule.program import ChunksFirst, Group, segment_of, unrolled
 from ..units import readable
 from .scheduled_segment import ScheduledSegment
 
@@ -123,7 +123,7 @@ class ScheduledStep:
         kept: dict[str, int] = {}
         if self.policy.order == "chunks":
             return sum({k: v for s in self.segments for k, v in s.saved.items()}.values())
-        for group in groups(self.facts, self.policy):
+        for group in self.segments_in_groups:
             if len(group) == 1:
                 kept |= ScheduledSegment(self, group[0]).saved
             else:
@@ -140,6 +140,16 @@ class ScheduledStep:
         found = self.cost.bytes_of_kept_states(self.cost.sizes(self.seq_len))
         of = f"segment {min(found)}" if len(found) == 1 else f"{len(found)} segments"
         return f"states of recurrences of {of}, {readable(sum(found.values()))}" if found else ""
+
+    @property
+    def segments_in_groups(self) -> list[list[Segment]]:
+        """The segments in order; in one list those that keep their inputs together, see `Group`."""
+        if not self.segments:
+            return []
+        forward = unrolled(self.cost.step_program.forward)
+        bodies = (i.body if isinstance(i, Group) else (i,) for i in forward)
+        found = ([k for i in body if (k := segment_of(i)) is not None] for body in bodies)
+        return [[self.facts.segments[k] for k in own] for own in found if own]
 
     @property
     def segments_together(self) -> list[list[Segment]]:
