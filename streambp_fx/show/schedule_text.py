@@ -37,7 +37,7 @@ def schedule_text(schedule: ScheduledStep) -> str:
         f"  stored for the backward: {readable(schedule.stored_bytes_per_row())} a row of the batch"
         + _total(schedule)
     )
-    again = [s for g in schedule.segments_in_groups for s in g[:-1]]
+    again = [s for g in schedule.segments_in_groups for s in g[:-1] if schedule.policy.order == "layers"]
     for loop in schedule.segments_together:
         lines.append(
             f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"

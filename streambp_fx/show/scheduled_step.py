@@ -14,7 +14,7 @@ from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, rows_from_outside
 from ..passes.s3_cut.segment import samples
-from ..passes.s6_schedule.program import ChunksFirst, Group, segment_of, unrolled
+from ..passes.s6_schedule.program import flat, segment_of, unrolled
 from ..units import readable
 from .scheduled_segment import ScheduledSegment
 
@@ -143,21 +143,18 @@ class ScheduledStep:
 
     @property
     def segments_in_groups(self) -> list[list[Segment]]:
-        """The segments in order; in one list those that keep their inputs together, see `Group`."""
+        """The segments in order; in one list those of a `Group` or of `ChunksFirst`."""
         if not self.segments:
             return []
         forward = unrolled(self.cost.step_program.forward)
-        bodies = (i.body if isinstance(i, Group) else (i,) for i in forward)
-        found = ([k for i in body if (k := segment_of(i)) is not None] for body in bodies)
+        found = ([k for k in map(segment_of, flat([i])) if k is not None] for i in forward)
         return [[self.facts.segments[k] for k in own] for own in found if own]
 
     @property
     def segments_together(self) -> list[list[Segment]]:
         """Segments whose loops run as one: each chunk goes through all of them before the next one does."""
-        if self.policy.order == "layers":
-            return []
-        loops = (i for i in unrolled(self.cost.step_program.forward) if isinstance(i, ChunksFirst))
-        return [[self.facts.segments[call.segment] for call in loop.body] for loop in loops]
+        found = [] if self.policy.order == "layers" else self.segments_in_groups
+        return [group for group in found if len(group) > 1]
 
     @property
     def policy(self) -> Policy:

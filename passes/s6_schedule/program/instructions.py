@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import sympy
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from ...s5_lower.programs import SegmentPrograms
 
 
+Self = TypeVar("Self", bound="StepInstruction")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepInstruction:
     """What all instructions of a step have.
@@ -24,10 +28,24 @@ class StepInstruction:
     Attributes:
         inputs: what is read; sizes, which are numbers, are not among it.
         results: what is made.
+        holds: the fields that hold instructions.
     """
 
     inputs: tuple[Value, ...] = ()
     results: tuple[Value, ...] = ()
+    holds: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def bodies(self) -> tuple[tuple[StepInstruction, ...], ...]:
+        """Instructions that it runs, in order."""
+        return tuple(getattr(self, name) for name in self.holds)
+
+    def with_bodies(
+        self: Self, change: Callable[[tuple[StepInstruction, ...]], Iterable[StepInstruction]]
+    ) -> Self:
+        """The same, with all instructions that it holds changed."""
+        changed: dict[str, Any] = {name: tuple(change(getattr(self, name))) for name in self.holds}
+        return replace(self, **changed)
 
     @property
     def consumed(self) -> tuple[Value, ...]:
@@ -155,6 +173,12 @@ class Group(StepInstruction):
     body: tuple[StepInstruction, ...]
     again: tuple[StepInstruction, ...]
     place: str = DEVICE
+    holds = ("body", "again")
+
+    @property
+    def bodies(self) -> tuple[tuple[StepInstruction, ...], ...]:
+        """`again` is run by an instruction of its own."""
+        return (self.body,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +191,7 @@ class Again(StepInstruction):
 
     body: tuple[StepInstruction, ...]
     segment: int
+    holds = ("body",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,3 +330,8 @@ class Layers(StepInstruction):
     """
 
     rounds: tuple[tuple[StepInstruction, ...], ...]
+
+    @property
+    def bodies(self) -> tuple[tuple[StepInstruction, ...], ...]:
+        """One for each layer."""
+        return self.rounds

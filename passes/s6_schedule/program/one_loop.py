@@ -103,6 +103,7 @@ class ChunksFirst(StepInstruction):
 
     body: tuple[Call, ...]
     again: tuple[Call, ...] = ()
+    holds = ("again", "body")
 
     @cached_property
     def loop(self) -> OneLoop:
