@@ -115,14 +115,10 @@ def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
         yield from flat(chain(*bodies)) if bodies else (instruction,)
 
 
-#: What tells the instructions of one layer from those of the next, and nothing that they do.
-WHOSE = frozenset({"inputs", "results", "segment", "group", "bucket", "number"})
-
-
 def form_of(instruction: StepInstruction) -> Hashable:
     """What an instruction does, whatever it does it to."""
     kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
-    names = (f.name for f in fields(instruction) if f.name not in WHOSE)
+    names = (f.name for f in fields(instruction) if not f.metadata)
     how = tuple(_form_of_field(getattr(instruction, name)) for name in names)
     return (type(instruction).__name__, len(instruction.inputs), kinds, how)
 
