@@ -112,7 +112,8 @@ def _lines(schedule: ScheduledStep, group: list[ScheduledSegment]) -> Iterator[s
     state, chunks = schedule.state_bytes_per_row(segment), schedule.chunks(segment)
     reads = READS[segment.reach].format(window=segment.window or "some") if segment.chunked else "all rows"
     what = f"{numbers(group):<9}{segment.kind:<10}{len(segment.nodes):>4}  {chunks or '':>6}"
-    yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{_masks(schedule, segment)}"
+    masks = f" ({words})" if (words := segment.masks_in_words) else ""
+    yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{masks}"
     if not segment.chunked:
         where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""
         yield from textwrap.wrap(
@@ -123,12 +124,6 @@ def _lines(schedule: ScheduledStep, group: list[ScheduledSegment]) -> Iterator[s
             break_long_words=False,
             break_on_hyphens=False,
         )
-
-
-def _masks(schedule: ScheduledStep, segment: ScheduledSegment) -> str:
-    masks = dict.fromkeys(m.mask for m in segment.mixings if m.mask is not None)
-    described = "; ".join(str(schedule.facts.masks[m]) for m in masks if m in schedule.facts.masks)
-    return f" ({described})" if described else ""
 
 
 def _total(schedule: ScheduledStep) -> str:
