@@ -13,7 +13,7 @@ from ..options import Options
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.alive_bytes import row_bytes
 from ..passes.s3_cut.policy import Policy, rows_from_outside
-from ..passes.s3_cut.segment import samples
+from ..passes.s3_cut.segment import sequences
 from ..passes.s6_schedule.program import flat, segment_of, unrolled
 from ..units import readable
 from .scheduled_segment import ScheduledSegment
@@ -112,7 +112,7 @@ class ScheduledStep:
     def loss_rows(self) -> int:
         """Rows of a chunk of the loss head, as chosen, or for the batch size with which it was captured."""
         return self.chosen_loss_rows or self.options.loss_rows(
-            int(samples(self.facts).subs(self.facts.values))
+            int(sequences(self.facts).subs(self.facts.values))
         )
 
     def stored_bytes_per_row(self) -> int:

@@ -196,7 +196,7 @@ class StepCode:
             self._call_part(self.functions.whole)
         elif instruction.segment is None:
             self.lines.append("")
-            self._call_part(self.functions.tail)
+            self._call_part(self.functions.epilogue)
         else:
             self.lines.append("")
             if instruction.part.random:
@@ -261,7 +261,7 @@ class StepCode:
     def _call_loss(self, instruction: CallLoss) -> None:
         """The head with its epilogue: loss and gradients come together."""
         segment, position = self.facts.segments[instruction.segment], instruction.position
-        sweeps, part = self.functions.sweeps_of(segment), self.functions.tail
+        sweeps, part = self.functions.sweeps_of(segment), self.functions.epilogue
         rows = self._value(segment.outputs[0])
         self.lines.append("")
         inner = ["rows" if n is segment.outputs[0] else self._value(n) for n in part.values] + part.sizes
@@ -312,7 +312,7 @@ class StepCode:
     def _differentiate(self, instruction: Differentiate) -> None:
         """Differentiate what runs unchunked, by autograd."""
         given = {v.node: v for v in instruction.inputs if v.kind is ValueKind.GRADIENT}
-        part, random = self.functions.tail, []
+        part, random = self.functions.epilogue, []
         if instruction.segment is not None:
             part = self.functions.parts[str(instruction.segment)]
             random = [f"random_state_{instruction.segment}"] if instruction.part.random else []

@@ -26,7 +26,7 @@ class StepFunctions:
     Attributes:
         sweeps: over the chunks of a segment, by its signature and what it keeps.
         parts: what runs unchunked, by the index of its segment.
-        tail: what is made of the last segment's rows.
+        epilogue: what is made of the last segment's rows.
         whole: values that no gradient reaches.
         tests: what the step asks the data.
     """
@@ -34,7 +34,7 @@ class StepFunctions:
     def __init__(self, context: Context, program: StepProgram, of_all_rows: StepProgram) -> None:
         self.context, self.executor, self.segments = context, context.executor, context.facts.segments
         epilogue, note = self.executor.parts.epilogue, "What is made of the last segment's rows."
-        self.tail = PrintedSubgraph(context, epilogue, "epilogue", note)
+        self.epilogue = PrintedSubgraph(context, epilogue, "epilogue", note)
         self.tests: list[Test] = [t for t in (*context.plain.values(), *context.open.values()) if t.text]
         self.keys: dict[int, tuple] = {}
         for call in program.calls():
@@ -70,7 +70,7 @@ class StepFunctions:
 
     def _whole_read(self) -> list[Node]:
         """Whole values that something printed reads."""
-        read = {n for p in (self.tail, *self.parts.values()) for n in p.values}
+        read = {n for p in (self.epilogue, *self.parts.values()) for n in p.values}
         read |= {n for test in self.tests for n in test.arguments if isinstance(n, Node)}
         for segment in self.segments:
             if segment.index in self.keys:
