@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from streambp_fx.measure.step import MODES, StepSpec
-from streambp_fx.measure.worker import Step, build_step
+from streambp_fx.measure.worker import TrainingStep, build_step
 from streambp_fx.versions.differences import checkpoint_layers
 
 
@@ -42,7 +42,7 @@ class PeerSpec(StepSpec):
     path: str | None = None
 
 
-def build(model: nn.Module, spec: StepSpec) -> Step:
+def build(model: nn.Module, spec: StepSpec) -> TrainingStep:
     """The training step of `model` as `spec` says: forward and backward on ids, returning the loss."""
     maker = BUILDERS.get(spec.mode)
     return build_step(model, spec) if maker is None else maker(model, spec)
@@ -74,7 +74,7 @@ def enable_checkpointing(model: Any, options: Mapping[str, Any]) -> None:
     checkpoint_layers(model, partial(create_selective_checkpoint_contexts, kept), **more)
 
 
-def _whole(call: Any) -> Step:
+def _whole(call: Any) -> TrainingStep:
     """A step from a function of ids that returns the loss as a tensor."""
 
     def step(tokens: torch.Tensor) -> float:
@@ -85,7 +85,7 @@ def _whole(call: Any) -> Step:
     return step
 
 
-def _checkpointing(model: Any, spec: StepSpec) -> Step:
+def _checkpointing(model: Any, spec: StepSpec) -> TrainingStep:
     model.train()
     enable_checkpointing(model, spec.options)
     return _whole(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
@@ -96,7 +96,7 @@ def _loss_rows(spec: StepSpec) -> int:
     return spec.loss_chunk
 
 
-def _chunked_loss(model: Any, spec: StepSpec) -> Step:
+def _chunked_loss(model: Any, spec: StepSpec) -> TrainingStep:
     """Checkpointing; the head and the loss by chunks of rows, none of whose logits is kept."""
     model.train()
     enable_checkpointing(model, spec.options)
@@ -115,7 +115,7 @@ def _chunked_loss(model: Any, spec: StepSpec) -> Step:
     return _whole(loss)
 
 
-def _fused_loss(model: Any, spec: StepSpec) -> Step:
+def _fused_loss(model: Any, spec: StepSpec) -> TrainingStep:
     """Checkpointing; TRL's head, which computes logits by tiles and keeps none.
 
     NOTE [tiles on the CPU]: without Triton its tiles of 4096 rows become several temporaries as large, more
@@ -132,14 +132,14 @@ def _fused_loss(model: Any, spec: StepSpec) -> Step:
     return _whole(lambda ids: model(input_ids=ids, labels=ids, fused_lm_head=True).loss)
 
 
-def _liger(model: Any, spec: StepSpec) -> Step:
+def _liger(model: Any, spec: StepSpec) -> TrainingStep:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
     return _checkpointing(model, spec)
 
 
-def _compile(model: Any, spec: StepSpec) -> Step:
+def _compile(model: Any, spec: StepSpec) -> TrainingStep:
     """Inductor on forward and backward. Logits are no output of the graph, so they need not be kept."""
     import torch._functorch.config
 
@@ -152,7 +152,7 @@ def _compile(model: Any, spec: StepSpec) -> Step:
     return _whole(torch.compile(loss, dynamic=False))
 
 
-def _reference(model: nn.Module, spec: StepSpec) -> Step:
+def _reference(model: nn.Module, spec: StepSpec) -> TrainingStep:
     assert isinstance(spec, PeerSpec) and spec.path is not None
     module = _load(Path(spec.path) / "streamed_qwen3.py")
     model.train()
@@ -169,7 +169,7 @@ def _load(path: Path) -> Any:
     return module
 
 
-def _streamed_flash(model: Any, spec: StepSpec) -> Step:
+def _streamed_flash(model: Any, spec: StepSpec) -> TrainingStep:
     """Streamed, with cuDNN switched off while programs are made: attention is PyTorch's flash attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

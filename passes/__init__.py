@@ -26,7 +26,7 @@ import torch
 
 from .graph.facts import CapturedGraph, Facts, PassError
 from .graph.symbols import Lengths
-from .pipeline.runner import Pass, check_optional, run_passes
+from .pipeline.runner import Pass, check_optional, check_order, run_passes
 from .pipeline.verifier import verify_facts
 from .s1_capture import (  # noqa: F401  (register their rewrites)
     attention_sinks,
@@ -142,6 +142,8 @@ PASSES: tuple[GraphPass, ...] = (
 )
 
 
+for _passes in (PASSES, PROGRAM_PASSES, STEP_PASSES):
+    check_order(_passes)
 check_optional()  # those that the environment names
 
 

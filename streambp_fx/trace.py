@@ -15,12 +15,17 @@ from .errors import CaptureError, InputError, UnknownPassError
 from .explain import Captured, _Explained, _prepared
 from .models.inputs import what_does_not_fit
 from .options import Options
+from .passes import PASSES
 from .passes.graph.facts import CapturedGraph, Facts
 from .passes.pipeline.log import masks_text, observed, program_text
+from .passes.pipeline.runner import Pass
 from .passes.s5_lower.lower import PROGRAM_PASSES, Lowering
 from .passes.s6_schedule.transforms import STEP_PASSES, Scheduling
 from .schedule import Schedule
 from .units import did_you_mean
+
+EVERY: tuple[Pass[Any, Any], ...] = (*PASSES, *PROGRAM_PASSES, *STEP_PASSES)
+PURPOSES = {p.name: p.purpose for p in EVERY}
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,14 @@ class PassRecord:
             step, its instructions.
         seconds: that it took. The masks are proved in the pass before them, so theirs are 0.
         text: the program after it; of "masks", what was proved of them.
+        purpose: what the pass does, in one line.
     """
 
     name: str
     ops: int
     seconds: float
     text: str = field(repr=False)
+    purpose: str = ""
 
 
 class Trace:
@@ -85,8 +92,8 @@ class Trace:
         return diff(self.after(before), self.after(after), before, after)
 
     def __str__(self) -> str:
-        lines = [f"{'pass':<24}{'ops':>6}{'seconds':>10}"]
-        lines += [f"{p.name:<24}{p.ops:>6}{p.seconds:>10.2f}" for p in self.passes]
+        lines = [f"{'pass':<24}{'ops':>6}{'seconds':>10}  what it does"]
+        lines += [f"{p.name:<24}{p.ops:>6}{p.seconds:>10.2f}  {p.purpose}".rstrip() for p in self.passes]
         return "\n".join(lines)
 
 
@@ -118,9 +125,9 @@ def trace(model: nn.Module, batch: Mapping[str, Any], chunk: int | str = "auto",
         ops = sum(n.op == "call_function" for n in result.module.graph.nodes)
         if name == "capture":
             records.clear()  # a graph that was captured again
-        records.append(PassRecord(name, ops, seconds, program_text(result)))
+        records.append(PassRecord(name, ops, seconds, program_text(result), PURPOSES[name]))
         if name == "footprints" and isinstance(result, Facts):
-            records.append(PassRecord("masks", ops, 0.0, masks_text(result)))
+            records.append(PassRecord("masks", ops, 0.0, masks_text(result), "what is proved of the masks"))
 
     try:
         with _prepared(model, parsed, found), observed(observe), contextlib.suppress(_Explained):
@@ -152,13 +159,17 @@ def _below(schedule: Schedule) -> list[PassRecord]:
         seconds[name] += took  # type: ignore[assignment]
         texts.setdefault(name, []).append(str(result))
 
-    with observed(observe):
-        if schedule.segments:
+    def observe_programs(name: str, result: Lowering | Scheduling, took: float) -> None:
+        if isinstance(result, Lowering):  # the step that is printed is made by the same passes
+            observe(name, result, took)
+
+    if schedule.segments:
+        with observed(observe_programs):
             schedule.code()
+        with observed(observe):
             schedule.program  # noqa: B018  (is made when it is asked for)
-    names = [*(p.name for p in PROGRAM_PASSES), *(p.name for p in STEP_PASSES)]
-    order = [n for n in names if n in texts]
-    return [PassRecord(n, ops[n], float(seconds[n]), "\n\n".join(texts[n])) for n in order]
+    order = [name for name in PURPOSES if name in texts]
+    return [PassRecord(n, ops[n], float(seconds[n]), "\n\n".join(texts[n]), PURPOSES[n]) for n in order]
 
 
 def diff(before: str, after: str, before_name: str = "before", after_name: str = "after") -> str:

@@ -23,7 +23,7 @@ from .tracing import without_saved_tensors_hooks
 
 # The operands of a recurrence by position, its plain arguments, and the state that it begins with
 # (None: zeros), to its rows and the state that it ends with.
-Step = Callable[[Sequence[Tensor | None], Sequence[float], Tensor | None], tuple[Tensor, Tensor]]
+RunRecurrence = Callable[[Sequence[Tensor | None], Sequence[float], Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recurrence:
     """
 
     name: str
-    step: Step = field(compare=False, repr=False)
+    step: RunRecurrence = field(compare=False, repr=False)
     dims: tuple[int | None, ...]
     rows: int
     like: int
@@ -84,7 +84,7 @@ class Recurrence:
 
 @functools.cache
 def _dtypes(
-    step: Step,
+    step: RunRecurrence,
     given: tuple[tuple[tuple[int, ...], torch.dtype, str] | None, ...],
     settings: tuple[float, ...],
     cast: torch.dtype | None,

@@ -128,9 +128,7 @@ def analyze_parts(
     predicate = And(*conjuncts)
     classified = tuple(_classify(c, bounds) for c in conjuncts)
     static = And(*(c.predicate for c in classified if c.kind != "data"))
-    window = _window(static, bounds)
     used = {f.func.__name__ for e in (predicate, *bias) for f in _applications(e)}
-    band = not bias and window is not None and _exactly(static, And(CAUSAL, _within(window)), bounds)
     return MaskFacts(
         node,
         True,
@@ -142,8 +140,6 @@ def analyze_parts(
         has_bias=bool(bias),
         conjuncts=classified,
         plain_without_data=not bias and _exactly(static, CAUSAL, bounds),
-        window_without_data=window,
-        band_without_data=band,
         infinite=all(p.infinite for p in found),
         finite=all(p.finite for p in found),
         linear={name: n for name, n in elements.linear.items() if name in used},

@@ -49,9 +49,6 @@ class MaskFacts:
         has_bias: a value other than zero is added to attended scores (ALiBi).
         conjuncts: the conditions one by one.
         plain_without_data: without the data conjuncts, the predicate is exactly j <= i; and there is no bias.
-        window_without_data: `window` of the predicate without the data conjuncts.
-        band_without_data: without the data conjuncts, the predicate is exactly j <= i and
-            j > i - window_without_data; and there is no bias.
         infinite: what is hidden is minus infinity everywhere, not a finite number; for an additive mask.
         finite: no element is infinite; for a factor.
         linear: linear nodes that the predicate or the bias reads, by the name of the function in their place.
@@ -70,8 +67,6 @@ class MaskFacts:
     has_bias: bool = False
     conjuncts: tuple[Conjunct, ...] = ()
     plain_without_data: bool = False
-    window_without_data: int | None = None
-    band_without_data: bool = False
     infinite: bool = False
     finite: bool = False
     linear: dict[str, fx.Node] = field(default_factory=dict, compare=False, repr=False)

@@ -90,7 +90,7 @@ def _streamed(facts: Facts) -> list[Node]:
     return sorted(order, key=lambda n: n not in facts.context or position[n] > first)
 
 
-def samples(facts: Facts) -> sympy.Expr:
+def sequences(facts: Facts) -> sympy.Expr:
     """How many sequences there are: the number of rows of the last segment's input at one position."""
     streamed = [n for s in reversed(facts.segments) if s.chunked for n in s.rows]
     found = next(((n, r) for n in streamed if (r := row_axis(facts, n)) is not None), None)

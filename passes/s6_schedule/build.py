@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind, Segment, shape_of, tensors_of
@@ -12,7 +11,7 @@ from ..graph.subgraph import Subgraph
 from ..s3_cut.alive_bytes import row_axis
 from ..s5_lower.programs import SegmentPrograms
 from ..step.instructions import Buffer, BufferKind
-from ..step.way import Way
+from ..step.way import Way, is_half
 from .program import (
     Add,
     Call,
@@ -348,12 +347,6 @@ def the_loss(results: Iterable[Node]) -> Node | None:
     """The one number among the results that have a gradient; None if there is none, or several."""
     numbers = [n for n in results if tensors_of(n)[0].dim() == 0]
     return numbers[0] if len(numbers) == 1 else None
-
-
-def is_half(segment: Segment) -> bool:
-    """True if float16 occurs between the loss and the head's input."""
-    nodes = (*segment.rows, *segment.nodes)
-    return any(t.dtype == torch.float16 for n in nodes for t in tensors_of(n))
 
 
 def _captured(nodes: Iterable[Node]) -> tuple[Value, ...]:

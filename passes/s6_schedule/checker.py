@@ -141,7 +141,7 @@ def _has_form(state: State, instruction: StepInstruction) -> None:
     if kind not in CHECKS:
         raise Fault(f"there is no instruction {kind.__name__}")
     place = state.part if state.within is None else "within"
-    if place not in PLACES[kind]:
+    if place not in kind.places:
         raise Fault(f"it does not belong into the {place}")
     if kind in READING and (not instruction.inputs or instruction.results):
         raise Fault("it reads something, and makes nothing")
@@ -178,34 +178,6 @@ CHECKS: Mapping[type, Callable[[State, Any], None]] = {
     ReduceGradients: check_reduce_gradients,
 }
 
-EVERYWHERE = frozenset({"prologue", "forward", "backward", "within"})
-FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
-#: Where an instruction may stand: "within" is within a group, or within what is run again.
-PLACES: Mapping[type, frozenset[str]] = {
-    RunPart: frozenset({"prologue", "forward", "within"}),
-    Differentiate: BACKWARD,
-    Linearize: frozenset({"prologue"}),
-    Call: frozenset({"forward", "backward", "within"}),
-    CallLoss: FORWARD,
-    ChunksFirst: FORWARD | BACKWARD,
-    Group: FORWARD,
-    Again: BACKWARD,
-    Layers: FORWARD | BACKWARD,
-    Leave: FORWARD,
-    Fetch: BACKWARD,
-    Drop: EVERYWHERE,
-    Defer: FORWARD,
-    Return: FORWARD,
-    Seed: BACKWARD,
-    Zeros: BACKWARD,
-    Add: BACKWARD,
-    HandOver: BACKWARD,
-    CollectRows: frozenset({"forward", "within"}),
-    SumShares: BACKWARD,
-    TakeParameters: EVERYWHERE,
-    GiveBackParameters: EVERYWHERE,
-    ReduceGradients: BACKWARD,
-}
 #: What only reads, or only makes.
 READING = (Leave, Fetch, Drop, HandOver, CollectRows, SumShares, TakeParameters, GiveBackParameters)
 MAKING = (Seed, Zeros)

@@ -5,19 +5,15 @@ It is read from the program, which has each gather and each sum in its place (`s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from .program import (
-    Again,
-    Group,
     ReduceGradients,
     StepInstruction,
     StepProgram,
     TakeParameters,
-    unrolled,
 )
 from .sharding import bytes_of
 
@@ -91,48 +87,3 @@ def collective_of(program: StepProgram, instruction: StepInstruction) -> Collect
         caller = instruction.group >= len(groups) - len(program.several.of_caller)
         return Collective(CollectiveKind.REDUCE_SCATTER, group.name, group.devices, size, group.ahead, caller)
     return None
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A collective in its place.
-
-    Attributes:
-        phase: "forward" (what comes before it, too) or "backward".
-        segment: index of the segment before which something is gathered, or after which it is summed.
-    """
-
-    phase: str
-    segment: int
-    collective: Collective
-
-
-def collectives(program: StepProgram) -> list[Placed]:
-    """The collectives of a step, in order."""
-    parts = {"forward": (*program.prologue, *program.forward), "backward": program.backward}
-    found: list[Placed] = []
-    waiting: list[Placed] = []  # gathers, for the segment that reads them
-    last = 0
-    for phase, body in parts.items():
-        for segment, instruction in _with_segments(body):
-            collective = collective_of(program, instruction)
-            gathers = isinstance(instruction, TakeParameters)
-            last = last if segment is None else segment
-            if not gathers:  # what reads them; where only their gradients come, those of the last segment
-                found += [replace(placed, segment=last) for placed in waiting]
-                waiting = []
-            if collective is not None:
-                (waiting if gathers else found).append(Placed(phase, last, collective))
-    return found
-
-
-def _with_segments(
-    body: Iterable[StepInstruction], within: int | None = None
-) -> Iterator[tuple[int | None, StepInstruction]]:
-    """Instructions one by one, with the segment that they run; what is run again is its backward's."""
-    for instruction in unrolled(body):
-        segment = getattr(instruction, "segment", None) if within is None else within
-        if isinstance(instruction, Again | Group):
-            yield from _with_segments(instruction.body, segment)
-        else:
-            yield None if isinstance(instruction, TakeParameters) else segment, instruction

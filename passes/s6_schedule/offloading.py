@@ -14,6 +14,7 @@ from .program import (
     RunPart,
     StepInstruction,
     StepProgram,
+    flat,
     segment_of,
     unrolled,
 )
@@ -106,5 +107,4 @@ def _fetched(
 
 
 def _segments_of(instruction: StepInstruction) -> list[int]:
-    found = (segment_of(i) for i in (instruction.body if isinstance(instruction, Group) else (instruction,)))
-    return [s for s in found if s is not None]
+    return [s for s in map(segment_of, flat([instruction])) if s is not None]

@@ -22,11 +22,9 @@ from ..graph.facts import Facts, sum_dtype, tensors_of
 from ..s3_cut.alive_bytes import row_axis, row_bytes
 from ..s5_lower.programs import SegmentPrograms
 from .program import (
-    Again,
     Call,
     CallLoss,
     CollectRows,
-    Group,
     HandOver,
     Return,
     RunPart,
@@ -96,13 +94,8 @@ def _shared(
     body: Iterable[StepInstruction], made: frozenset[Node], by_blocks: frozenset[int]
 ) -> Iterator[StepInstruction]:
     for instruction in body:
-        if isinstance(instruction, Group):
-            parts = (instruction.body, instruction.again)
-            inner, again = (tuple(_shared(b, made, by_blocks)) for b in parts)
-            yield replace(instruction, body=inner, again=again)
-            continue
-        if isinstance(instruction, Again):
-            yield replace(instruction, body=tuple(_shared(instruction.body, made, by_blocks)))
+        if instruction.bodies:
+            yield instruction.with_bodies(lambda own: _shared(own, made, by_blocks))
             continue
         read = _read_whole(instruction, made)
         if read:

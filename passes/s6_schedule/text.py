@@ -172,14 +172,8 @@ def _part_of(value: Any, titles: dict[int, str]) -> Any:
 def _lines(body: Iterable[StepInstruction], naming: Naming) -> Iterator[str]:
     for instruction in body:
         yield step_line(instruction, naming)
-        inner: Iterable[StepInstruction] = ()
-        if isinstance(instruction, Group | Again):
-            inner = instruction.body
-        elif isinstance(instruction, ChunksFirst):
-            inner = (*instruction.again, *instruction.body)
-        elif isinstance(instruction, Layers):
-            inner = instruction.rounds[0]
-        yield from (f"    {line}" for line in _lines(inner, naming))
+        bodies = instruction.bodies[: 1 if isinstance(instruction, Layers) else None]
+        yield from (f"    {line}" for body in bodies for line in _lines(body, naming))
 
 
 def _made(instruction: StepInstruction, naming: Naming) -> str:

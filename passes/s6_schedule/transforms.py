@@ -24,7 +24,6 @@ from .program import (
     Again,
     Call,
     CallLoss,
-    ChunksFirst,
     Drop,
     Group,
     Layers,
@@ -52,12 +51,7 @@ def leave_out_rows(program: StepProgram) -> StepProgram:
     def changed(instruction: StepInstruction) -> StepInstruction:
         if isinstance(instruction, Call):
             return replace(instruction, way=replace(instruction.way, left_out=True))
-        if isinstance(instruction, Again):
-            return replace(instruction, body=tuple(map(changed, instruction.body)))
-        if isinstance(instruction, Group | ChunksFirst):
-            body, again = (tuple(map(changed, b)) for b in (instruction.body, instruction.again))
-            return replace(instruction, body=body, again=again)  # type: ignore[arg-type]
-        return instruction
+        return instruction.with_bodies(lambda body: map(changed, body))
 
     return program.with_parts(map(changed, program.forward), map(changed, program.backward))
 

@@ -105,11 +105,9 @@ def _described(buffer: Buffer) -> dict[str, Any]:
 
 def _buffers(procedure: Procedure) -> list[Buffer]:
     """All buffers, in the order in which they are met."""
-    found = dict.fromkeys(procedure.parameters)
-    for instruction in procedure.body:
-        if isinstance(instruction, Allocate | Overwrite):
-            found[instruction.buffer] = None
-    return list(dict.fromkeys([*found, *procedure.results, *procedure.passing]))
+    own = (getattr(i, "buffer", None) for i in procedure.body)
+    every = (*procedure.parameters, *own, *procedure.results, *procedure.passing)
+    return [b for b in dict.fromkeys(every) if b is not None]
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from ..graph.facts import Segment, tensors_of
 from .instructions import DEVICE, Buffer
 from .saving import Piece
 
@@ -42,3 +45,9 @@ class Way:
     elsewhere: frozenset[Buffer] = frozenset()
     place: str = DEVICE
     keeps_states: bool = False
+
+
+def is_half(segment: Segment) -> bool:
+    """True if float16 occurs between the loss and the head's input."""
+    nodes = (*segment.rows, *segment.nodes)
+    return any(t.dtype == torch.float16 for n in nodes for t in tensors_of(n))

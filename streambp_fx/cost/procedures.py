@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..passes.graph.facts import Segment
@@ -67,11 +67,14 @@ class ProcedureWalk:
 
     Attributes:
         ledger: what is held, by value of the step, or by segment and buffer within a procedure.
+        out, back: bytes of rows that lie elsewhere: that have left the device so far, and come back.
     """
 
     def __init__(self, cost: ProgramCosts, sizes: Sizes) -> None:
         self.cost, self.facts, self.sizes = cost, cost.facts, sizes
         self.ledger = Ledger()
+        self.out: Any = 0
+        self.back: Any = 0
 
     def walk(self, call: Call, phase: str) -> Iterator[Moment]:
         """The moments of a procedure."""
@@ -131,7 +134,7 @@ class ProcedureWalk:
         self.ledger.drop(within.key(instruction.buffer))
         yield from ()
 
-    def _of_chunk(self, instruction: Hand | WriteRows, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
+    def _of_chunk(self, instruction: Any, within: _Bound, chunk: ChunkCost) -> Iterator[Moment]:
         """What the program has made is written where it belongs, or is handed on at once."""
         yield from ()
 
@@ -146,6 +149,7 @@ class ProcedureWalk:
     def _allocate(self, instruction: Allocate, within: _Bound) -> Iterator[Moment]:
         if instruction.place == DEVICE:
             self._hold(instruction.buffer, within, instruction.own)
+        self.out += self._elsewhere([instruction.buffer], within)
         yield from ()
 
     def _overwrite(self, instruction: Overwrite, within: _Bound) -> Iterator[Moment]:
@@ -156,7 +160,17 @@ class ProcedureWalk:
         self.ledger.drop(within.key(instruction.buffer))
         yield from ()
 
-    def _in_place(self, instruction: Normalize | Scale | Receive, within: _Bound) -> Iterator[Moment]:
+    def _elsewhere(self, buffers: Iterable[Buffer], within: _Bound) -> Any:
+        """Bytes of those that lie elsewhere."""
+        nodes = (within.values[b].node for b in buffers if b in within.call.way.elsewhere)
+        return sum(self.cost.held_of(n, self.sizes) for n in nodes if n is not None)
+
+    def _scale(self, instruction: Scale, within: _Bound) -> Iterator[Moment]:
+        size = self._elsewhere([instruction.buffer], within)
+        self.out, self.back = self.out + size, self.back + size
+        yield from ()
+
+    def _in_place(self, instruction: Normalize | Receive, within: _Bound) -> Iterator[Moment]:
         """What a buffer holds changes where it is."""
         yield from ()
 
@@ -194,10 +208,11 @@ class ProcedureWalk:
     def _chunks(self, loop: Chunks, within: _Bound) -> Iterator[Moment]:
         """A loop over chunks: the calls of its program."""
         segment, runner = within.runner.segment, within.runner
-        assert OF_CHUNKS.issuperset(map(type, loop.body)), "what does it hold?"
+        assert COUNT_OF_CHUNK.keys() >= {type(inner) for inner in loop.body}, "what does it hold?"
         cause, keeps = self.cause_of_programs(segment), any(isinstance(inner, Keep) for inner in loop.body)
         for run in (inner for inner in loop.body if isinstance(inner, Run)):
             yield from self._blocks(run, within)
+            self.back += self._elsewhere(run.inputs, within)
             calls, held = self.cost.calls_of(runner, run, self.sizes, loop), self.ledger.bytes()
             for call in reversed(calls) if loop.reverse else calls:
                 more = call.peak + self._staged(run, within, call) + self._block(run, runner)
@@ -301,13 +316,14 @@ COUNT: Mapping[type, Callable[[ProcedureWalk, Any, _Bound], Iterator[Moment]]] =
     Free: ProcedureWalk._free,
     Chunks: ProcedureWalk._chunks,
     Normalize: ProcedureWalk._in_place,
-    Scale: ProcedureWalk._in_place,
+    Scale: ProcedureWalk._scale,
     Receive: ProcedureWalk._in_place,
     Round: ProcedureWalk._round,
     AllGather: ProcedureWalk._exchange,
     ReduceScatter: ProcedureWalk._exchange,
     Send: ProcedureWalk._send,
 }
+#: What the body of a loop over chunks is made of.
 COUNT_OF_CHUNK: Mapping[type, Callable[[ProcedureWalk, Any, _Bound, ChunkCost], Iterator[Moment]]] = {
     Run: ProcedureWalk._run_chunk,
     Keep: ProcedureWalk._keep_chunk,
@@ -316,6 +332,5 @@ COUNT_OF_CHUNK: Mapping[type, Callable[[ProcedureWalk, Any, _Bound, ChunkCost], 
     Free: ProcedureWalk._free_chunk,
     Hand: ProcedureWalk._of_chunk,
     WriteRows: ProcedureWalk._of_chunk,
+    ZeroRows: ProcedureWalk._of_chunk,
 }
-#: What the body of a loop over chunks is made of: the loop's program makes it, or it is written where it is.
-OF_CHUNKS = frozenset({Run, Keep, WriteRows, ZeroRows, Roll, Hand})

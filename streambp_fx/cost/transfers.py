@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..passes.s6_schedule.offloading import moved
-from ..passes.s6_schedule.program import Call, unrolled
-from ..passes.step.instructions import BufferKind, Scale
 from .step import Sizes, StepCost
 from .step_walk import StepWalk
-
-MADE = (BufferKind.OUTPUT, BufferKind.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,7 @@ def transfers(cost: StepCost, sizes: Sizes) -> Transfers:
     """
     program = cost.step_of(sizes)
     walk = StepWalk(cost, program, sizes)
-    out = back = sum(walk.bytes_of(value) for value in moved(program))
-    for call in (*unrolled(program.forward), *unrolled(program.backward)):
-        if not isinstance(call, Call) or not call.way.elsewhere:
-            continue
-        own = {b: walk.bytes_of(v) for b, v in call.bindings().items() if b in call.way.elsewhere}
-        out += sum(size for b, size in own.items() if b.kind in MADE)
-        scaled = [i.buffer for i in call.procedure.body if isinstance(i, Scale)]
-        read = (b for _, run in call.procedure.runs() for b in run.inputs)
-        back += sum(own.get(b, 0) for b in (*read, *scaled))
-    return Transfers(out, back)
+    kept = sum(walk.bytes_of(value) for value in moved(program))
+    for _ in walk.moments():
+        pass
+    return Transfers(kept + walk.out, kept + walk.back)

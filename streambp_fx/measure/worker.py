@@ -28,7 +28,7 @@ from .step import WHATS, Measurement, StepSpec, measure_step, turn, use_default_
 
 Emit = Callable[..., None]
 #: Forward and backward on token ids, int64 (batch_size, seq_len); returns the loss.
-Step = Callable[[torch.Tensor], float]
+TrainingStep = Callable[[torch.Tensor], float]
 
 
 def _private_stdout() -> IO[str]:
@@ -79,7 +79,7 @@ def set_mode(model: nn.Module, spec: StepSpec) -> None:
         streambp_fx.transform(model, **{"chunk": spec.chunk, "loss_chunk": loss_chunk, **spec.options})
 
 
-def build_step(model: nn.Module, spec: StepSpec) -> Step:
+def build_step(model: nn.Module, spec: StepSpec) -> TrainingStep:
     """The training step of `model` in the way that `spec.mode` names."""
     set_mode(model, spec)
 
@@ -136,7 +136,7 @@ def run(
     what: str,
     emit: Emit,
     notes: list[str],
-    build: Callable[[nn.Module, Any], Step] = build_step,
+    build: Callable[[nn.Module, Any], TrainingStep] = build_step,
 ) -> list[tuple[float, Measurement]]:
     """Warm up, then measure; the loss and the measurement of each step."""
     with turn(spec.turn_file):
@@ -162,8 +162,8 @@ def run(
 
 
 def _prepared(
-    spec: StepSpec, emit: Emit, notes: list[str], build: Callable[[nn.Module, Any], Step]
-) -> tuple[nn.Module, Step, torch.Tensor]:
+    spec: StepSpec, emit: Emit, notes: list[str], build: Callable[[nn.Module, Any], TrainingStep]
+) -> tuple[nn.Module, TrainingStep, torch.Tensor]:
     """The model, its step, which has run once, and the batch."""
     torch.manual_seed(spec.seed)
     if spec.threads:
@@ -188,7 +188,7 @@ def _prepared(
 def main(
     argv: list[str] | None = None,
     spec_type: type[StepSpec] = StepSpec,
-    build: Callable[[nn.Module, Any], Step] = build_step,
+    build: Callable[[nn.Module, Any], TrainingStep] = build_step,
 ) -> int:
     """Entry point of a worker process; returns the exit status.
 

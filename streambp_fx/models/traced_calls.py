@@ -16,7 +16,7 @@ from .inputs import check_values, complaints, has_both, lacks_tokens, raise_its_
 from .nested_models import is_of_transformers
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of the forward of a model whose interface is known."""
 
     model: nn.Module
@@ -68,7 +68,7 @@ def _may_be_due_to_inputs(error: Exception) -> bool:
     return isinstance(error, kinds) and not isinstance(error, (ShortenTraceback, TorchDynamoException))
 
 
-def _call_of(frame: Any) -> Call | None:
+def _call_of(frame: Any) -> TracedCall | None:
     """The call that a frame is, if it is one of the forward of a model of transformers, or what wraps it."""
     code, values = frame.f_code, frame.f_locals
     positions, both = code.co_argcount, code.co_argcount + code.co_kwonlyargcount
@@ -88,7 +88,7 @@ def _call_of(frame: Any) -> Call | None:
     by_position = first[1:] if args else []
     by_name = {n: values[n] for n in names[positions if args else 1 :]}
     given = Arguments.of_call(model, model.forward, tuple(by_position), {**by_name, **more})
-    return None if given is None else Call(model, given)
+    return None if given is None else TracedCall(model, given)
 
 
 def _is_code_of(code: CodeType, forward: Any) -> bool:

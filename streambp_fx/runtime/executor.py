@@ -16,7 +16,7 @@ from ..options import Options
 from ..passes.graph.facts import Facts, PassError, tensors_of
 from ..passes.s2_prove.independent_samples import batch_size
 from ..passes.s3_cut.policy import Policy, as_checked
-from ..passes.s3_cut.segment import samples
+from ..passes.s3_cut.segment import sequences
 from ..passes.s5_lower.programs import SegmentPrograms
 from ..passes.s6_schedule.build import schedule
 from ..passes.s6_schedule.checker import UnsoundStep
@@ -62,7 +62,7 @@ class Executor:
         stored: GraphGroups | None = None,
         shared: bool = False,
     ) -> None:
-        self.facts, self.options, self.samples = facts, options, samples(facts)
+        self.facts, self.options, self._sequences = facts, options, sequences(facts)
         self.shared = shared or (options.mesh is not None and options.mesh.size() > 1)
         self.batch = batch_size(facts)
         self.programs: Programs = {} if programs is None else programs
@@ -105,6 +105,7 @@ class Executor:
         several: bool = False,
         kept_states: frozenset[int] = frozenset(),
         by_blocks: frozenset[int] = frozenset(),
+        seeds: tuple[Node, ...] | None = None,
     ) -> StepProgram:
         """The instructions of a step, checked; made once for each kind of step.
 
@@ -115,14 +116,15 @@ class Executor:
             several: each of several devices runs its own rows.
             kept_states: segments that keep the states of recurrences, see `kept_states`.
             by_blocks: segments whose chunks read columns of other devices block by block.
+            seeds: results to which the caller has gradients, see `schedule`.
 
         Raises:
             CompileError: what was made is wrong.
         """
-        key = full, training, left_out, several, kept_states, by_blocks
+        key = full, training, seeds, left_out, several, kept_states, by_blocks
         if key not in self._steps:
             try:
-                made = transformed(schedule(self.parts, full, training), self.parts, *key[2:])
+                made = transformed(schedule(self.parts, *key[:3]), self.parts, *key[3:])
             except PassError as error:
                 raise compile_error(error) from error
             except UnsoundStep as error:
@@ -299,7 +301,7 @@ class Executor:
 
     def sequences(self, sizes: Mapping[sympy.Symbol, int]) -> int:
         """How many sequences there are, from the values of the size symbols."""
-        return int(self.samples.subs(sizes))
+        return int(self._sequences.subs(sizes))
 
     def sizes(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each size symbol."""

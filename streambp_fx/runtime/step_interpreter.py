@@ -43,8 +43,7 @@ from ..passes.s6_schedule.program import (
 from ..passes.s6_schedule.program.values import DEVICE
 from .lazy_tensors import Anew, LazyOutput, Like
 from .offload import Store
-from .segments.chunks_first import Chain
-from .segments.chunks_first import ChunksFirst as ChunksFirstFunction
+from .segments.chunks_first import Chain, ChunksFirstFunction
 from .segments.loss_head import OneSweepHead, Sweep
 from .segments.own_rows import RowsOfValue
 from .segments.owned_buffers import as_it_is

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..cost.held_bytes import Moment
-from ..passes.s6_schedule.collectives import Collective, CollectiveKind, Placed
+from ..passes.s6_schedule.collectives import Collective, CollectiveKind
 from ..passes.s6_schedule.repeats import repeats
 from ..units import readable
+
+
+class Placed(NamedTuple):
+    """A collective, and the segment before which something is gathered, or after which it is summed."""
+
+    phase: str
+    segment: int
+    collective: Collective
 
 
 def collective_lines(moments: Iterable[Moment]) -> list[str]:

@@ -11,7 +11,7 @@ from ..cost import eager_step
 from ..cost.held_bytes import CAUSES
 from ..passes.graph.sources import source_line
 from ..passes.s2_prove.independent_samples import batch_size
-from ..passes.s3_cut.policy import Policy, groups
+from ..passes.s3_cut.policy import Policy
 from ..passes.s6_schedule.repeats import repeats
 from ..units import readable, readable_work
 from .collectives_text import collective_lines
@@ -37,7 +37,7 @@ def schedule_text(schedule: ScheduledStep) -> str:
         f"  stored for the backward: {readable(schedule.stored_bytes_per_row())} a row of the batch"
         + _total(schedule)
     )
-    again = [s for g in groups(schedule.facts, schedule.policy) for s in g[:-1]]
+    again = [s for g in schedule.segments_in_groups for s in g[:-1] if schedule.policy.order == "layers"]
     for loop in schedule.segments_together:
         lines.append(
             f"  segments {loop[0].index} to {loop[-1].index}: a chunk goes through all before the next one"
@@ -45,7 +45,7 @@ def schedule_text(schedule: ScheduledStep) -> str:
     for why, apart in itertools.groupby(schedule.segments_apart.items(), key=lambda found: found[1]):
         which = ", ".join(str(index) for index, _ in apart)
         lines.append(f"  segment {which}: begins behind all chunks of the one before, as {why}")
-    if again and schedule.policy.order == "layers":
+    if again:
         which = ", ".join(str(s.index) for s in again)
         what = f"segment {which} gives" if len(again) == 1 else f"segments {which} give"
         lines.append(f"  not stored but computed again: what {what}")
@@ -114,7 +114,8 @@ def _lines(schedule: ScheduledStep, group: list[ScheduledSegment]) -> Iterator[s
     state, chunks = schedule.state_bytes_per_row(segment), schedule.chunks(segment)
     reads = READS[segment.reach].format(window=segment.window or "some") if segment.chunked else "all rows"
     what = f"{numbers(group):<9}{segment.kind:<10}{len(segment.nodes):>4}  {chunks or '':>6}"
-    yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{_masks(schedule, segment)}"
+    masks = f" ({words})" if (words := segment.masks_in_words) else ""
+    yield f"{what}  {_or_dash(stores):>9}  {_or_dash(state):>9}  {reads}{masks}"
     if not segment.chunked:
         where = f" ({source_line(segment.refused)})" if segment.refused is not None else ""
         yield from textwrap.wrap(
@@ -125,12 +126,6 @@ def _lines(schedule: ScheduledStep, group: list[ScheduledSegment]) -> Iterator[s
             break_long_words=False,
             break_on_hyphens=False,
         )
-
-
-def _masks(schedule: ScheduledStep, segment: ScheduledSegment) -> str:
-    masks = dict.fromkeys(m.mask for m in segment.mixings if m.mask is not None)
-    described = "; ".join(str(schedule.facts.masks[m]) for m in masks if m in schedule.facts.masks)
-    return f" ({described})" if described else ""
 
 
 def _total(schedule: ScheduledStep) -> str:

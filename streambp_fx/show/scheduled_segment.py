@@ -118,6 +118,12 @@ class ScheduledSegment:
         } or {"rows": READS[self.segment.reach].format(window=self.segment.window or "some")}
 
     @property
+    def masks_in_words(self) -> str:
+        """What was proved of its masks; "" if it has none."""
+        masks, of = self.schedule.facts.masks, dict.fromkeys(m.mask for m in self.segment.mixings)
+        return "; ".join(str(masks[m]) for m in of if m in masks)
+
+    @property
     def op_counts(self) -> Counter[str]:
         """How often each op of the captured graph occurs."""
         return Counter(op_name(n) for n in self.segment.nodes)

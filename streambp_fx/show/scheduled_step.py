@@ -12,11 +12,11 @@ from ..cost.step import StepCost
 from ..options import Options
 from ..passes.graph.facts import Facts, Segment
 from ..passes.s3_cut.alive_bytes import row_bytes
-from ..passes.s3_cut.policy import Policy, groups, rows_from_outside
-from ..passes.s3_cut.segment import samples
+from ..passes.s3_cut.policy import Policy, rows_from_outside
+from ..passes.s3_cut.segment import sequences
 from ..passes.s6_schedule import build
 from ..passes.s6_schedule.chunks_first import why_apart
-from ..passes.s6_schedule.program import ChunksFirst, unrolled
+from ..passes.s6_schedule.program import flat, segment_of, unrolled
 from ..passes.s6_schedule.program.values import CHUNK, LOSS_CHUNK
 from ..units import readable
 from .scheduled_segment import ScheduledSegment
@@ -119,7 +119,7 @@ class ScheduledStep:
     def loss_rows(self) -> int:
         """Rows of a chunk of the loss head, as chosen, or for the batch size with which it was captured."""
         return self.chosen_loss_rows or self.options.loss_rows(
-            int(samples(self.facts).subs(self.facts.values))
+            int(sequences(self.facts).subs(self.facts.values))
         )
 
     def stored_bytes_per_row(self) -> int:
@@ -130,7 +130,7 @@ class ScheduledStep:
         kept: dict[str, int] = {}
         if self.policy.order == "chunks":
             return sum({k: v for s in self.segments for k, v in s.saved.items()}.values())
-        for group in groups(self.facts, self.policy):
+        for group in self.segments_in_groups:
             if len(group) == 1:
                 kept |= ScheduledSegment(self, group[0]).saved
             else:
@@ -149,12 +149,19 @@ class ScheduledStep:
         return f"states of recurrences of {of}, {readable(sum(found.values()))}" if found else ""
 
     @property
+    def segments_in_groups(self) -> list[list[Segment]]:
+        """The segments in order; in one list those of a `Group` or of `ChunksFirst`."""
+        if not self.segments:
+            return []
+        forward = unrolled(self.cost.step_program.forward)
+        found = ([k for k in map(segment_of, flat([i])) if k is not None] for i in forward)
+        return [[self.facts.segments[k] for k in own] for own in found if own]
+
+    @property
     def segments_together(self) -> list[list[Segment]]:
         """Segments whose loops run as one: each chunk goes through all of them before the next one does."""
-        if self.policy.order == "layers":
-            return []
-        loops = (i for i in unrolled(self.cost.step_program.forward) if isinstance(i, ChunksFirst))
-        return [[self.facts.segments[call.segment] for call in loop.body] for loop in loops]
+        found = [] if self.policy.order == "layers" else self.segments_in_groups
+        return [group for group in found if len(group) > 1]
 
     @property
     def segments_apart(self) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,15 @@ class StepMemory:
 
     # ---- the time axis
 
+    def slot_of(self, moment: Any) -> Slot:
+        """The part of the step that a moment is in."""
+        return moment.phase, self._first_of.get(moment.segment, moment.segment)
+
+    @cached_property
+    def _first_of(self) -> dict[int, int]:
+        """Segments whose loops run as one are one part, under the number of the first."""
+        return {s.index: loop[0].index for loop in self.schedule.segments_together for s in loop}
+
     @cached_property
     def slots(self) -> dict[Slot, tuple[float, float]]:
         """Where each part of the step begins and ends, in [0, 1].
@@ -99,13 +108,16 @@ class StepMemory:
         A part is as wide as its share of the floating-point operations of the streamed step, and at least
         half as wide as an even share: a part of few operations can hold the most memory.
         """
-        last = len(self.schedule.segments)
-        order = [("forward", k) for k in range(last)] + [("backward", k) for k in reversed(range(last))]
-        timelines: tuple[Iterable[Any], ...] = (self.streamed, self.checkpointing, self.eager)
-        there = {(m.phase, m.segment) for timeline in timelines for m in timeline}
-        work = dict.fromkeys((s for s in order if s in there), 0.0)
+        order: list[Slot] = []
+        for way in reversed(WAYS):
+            place = 0
+            for slot in dict.fromkeys(map(self.slot_of, getattr(self, way))):
+                if slot not in order:
+                    order.insert(place, slot)
+                place = order.index(slot) + 1
+        work = dict.fromkeys(order, 0.0)
         for moment in self.streamed:
-            work[moment.phase, moment.segment] += float(moment.flops)
+            work[self.slot_of(moment)] += float(moment.flops)
         least = (sum(work.values()) or 1.0) / len(work) / 2
         widths = {slot: max(amount, least) for slot, amount in work.items()}
         whole, at, found = sum(widths.values()), 0.0, {}
@@ -119,7 +131,7 @@ class StepMemory:
         moments: list[Any] = getattr(self, way)
         by_slot: dict[Slot, list[int]] = {}
         for index, moment in enumerate(moments):
-            by_slot.setdefault((moment.phase, moment.segment), []).append(index)
+            by_slot.setdefault(self.slot_of(moment), []).append(index)
         found = [0.0] * len(moments)
         for slot, own in by_slot.items():
             start, end = self.slots[slot]

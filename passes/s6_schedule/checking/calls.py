@@ -7,6 +7,7 @@ from torch.fx import Node
 from ...graph.facts import Reach, shape_of
 from ...step.faults import Fault
 from ...step.instructions import Buffer, BufferKind
+from ...step.way import is_half
 from ..program import Call, CallLoss, ChunksFirst, read_from_outside
 from ..program.values import Value, ValueKind
 from .operands import (
@@ -14,7 +15,6 @@ from .operands import (
     are,
     are_gradients,
     cotangent_written_over,
-    is_half,
     is_lent,
     made_by,
     read_by,

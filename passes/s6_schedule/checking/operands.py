@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch.fx import Node
 
 from ...graph.facts import Facts, Segment, shape_of, tensors_of
@@ -132,12 +131,6 @@ def _way_of(instruction: StepInstruction | None, segment: int) -> Way | None:
     if isinstance(instruction, ChunksFirst):
         return next((c.way for c in instruction.body if c.segment == segment), None)
     return instruction.way if isinstance(instruction, Call) else None
-
-
-def is_half(segment: Segment) -> bool:
-    """True if float16 occurs in it."""
-    nodes = (*segment.rows, *segment.nodes)
-    return any(t.dtype == torch.float16 for n in nodes for t in tensors_of(n))
 
 
 def cotangent_written_over(facts: Facts, first: Segment, last: Segment) -> Node | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import sympy
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from ...s5_lower.programs import SegmentPrograms
 
 
+Self = TypeVar("Self", bound="StepInstruction")
+EVERYWHERE = frozenset({"prologue", "forward", "backward", "within"})
+FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
+#: Of a field that tells the instructions of one layer from those of the next, and nothing that they do.
+WHOSE = {"whose": True}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepInstruction:
     """What all instructions of a step have.
@@ -25,10 +33,26 @@ class StepInstruction:
     Attributes:
         inputs: what is read; sizes, which are numbers, are not among it.
         results: what is made.
+        holds: the fields that hold instructions.
+        places: where it may stand; "within" is within a group, or within what is run again.
     """
 
-    inputs: tuple[Value, ...] = ()
-    results: tuple[Value, ...] = ()
+    inputs: tuple[Value, ...] = field(default=(), metadata=WHOSE)
+    results: tuple[Value, ...] = field(default=(), metadata=WHOSE)
+    holds: ClassVar[tuple[str, ...]] = ()
+    places: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def bodies(self) -> tuple[tuple[StepInstruction, ...], ...]:
+        """Instructions that it runs, in order."""
+        return tuple(getattr(self, name) for name in self.holds)
+
+    def with_bodies(
+        self: Self, change: Callable[[tuple[StepInstruction, ...]], Iterable[StepInstruction]]
+    ) -> Self:
+        """The same, with all instructions that it holds changed."""
+        changed: dict[str, Any] = {name: tuple(change(getattr(self, name))) for name in self.holds}
+        return replace(self, **changed)
 
     @property
     def consumed(self) -> tuple[Value, ...]:
@@ -48,9 +72,10 @@ class RunPart(StepInstruction):
         recorded: within a group: where it is run again autograd records it, and its backward runs nothing.
     """
 
+    places = frozenset({"prologue", "forward", "within"})
     part: Subgraph
     name: str
-    segment: int | None = None
+    segment: int | None = field(default=None, metadata=WHOSE)
     place: str = DEVICE
     recorded: bool = False
 
@@ -62,15 +87,17 @@ class Differentiate(StepInstruction):
     Inputs are gradients of its outputs, then what it reads; results are gradients of what it reads.
     """
 
+    places = BACKWARD
     part: Subgraph
     name: str
-    segment: int | None = None
+    segment: int | None = field(default=None, metadata=WHOSE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linearize(StepInstruction):
     """The derivative of the loss in the rows of its head: the same wherever it is taken, so at zero."""
 
+    places = frozenset({"prologue"})
     part: Subgraph
 
 
@@ -85,8 +112,9 @@ class Call(StepInstruction):
         place: where what its backward reads lies meanwhile.
     """
 
+    places = frozenset({"forward", "backward", "within"})
     programs: SegmentPrograms
-    segment: int
+    segment: int = field(metadata=WHOSE)
     procedure_name: str
     way: Way
     place: str = DEVICE
@@ -131,6 +159,7 @@ class CallLoss(Call):
         position: of the loss among its outputs.
     """
 
+    places = FORWARD
     part: Subgraph
     position: int
 
@@ -157,9 +186,16 @@ class Group(StepInstruction):
         place: where the inputs lie meanwhile.
     """
 
+    places = FORWARD
     body: tuple[StepInstruction, ...]
     again: tuple[StepInstruction, ...]
     place: str = DEVICE
+    holds = ("body", "again")
+
+    @property
+    def bodies(self) -> tuple[tuple[StepInstruction, ...], ...]:
+        """`again` is run by an instruction of its own."""
+        return (self.body,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,25 +206,32 @@ class Again(StepInstruction):
         segment: the last of the group, whose backward waits for it.
     """
 
+    places = BACKWARD
     body: tuple[StepInstruction, ...]
-    segment: int
+    segment: int = field(metadata=WHOSE)
+    holds = ("body",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(StepInstruction):
     """Waits until the inputs have left the device, and lets them go there."""
 
-    number: int
+    places = FORWARD
+    number: int = field(metadata=WHOSE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch(StepInstruction):
     """Begins to bring the inputs back to the device; whoever reads them waits for them."""
 
+    places = BACKWARD
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(StepInstruction):
     """The inputs are let go: nobody reads them any more."""
+
+    places = EVERYWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +245,7 @@ class Defer(StepInstruction):
         position: among the results of the graph.
     """
 
+    places = FORWARD
     part: Subgraph
     position: int
 
@@ -210,20 +254,28 @@ class Defer(StepInstruction):
 class Return(StepInstruction):
     """The inputs go to the caller."""
 
+    places = FORWARD
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seed(StepInstruction):
     """The results, gradients of what was returned, come from the caller."""
+
+    places = BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True)
 class Zeros(StepInstruction):
     """The gradient of an output to which none comes."""
 
+    places = BACKWARD
+
 
 @dataclass(frozen=True, kw_only=True)
 class Add(StepInstruction):
     """The last input, a part of a gradient, is added to what there is of it: to the first input, if any."""
+
+    places = BACKWARD
 
     @property
     def consumed(self) -> tuple[Value, ...]:
@@ -234,6 +286,8 @@ class Add(StepInstruction):
 @dataclass(frozen=True, kw_only=True)
 class HandOver(StepInstruction):
     """Finished gradients of what the caller has given, parameters above all, go to the caller."""
+
+    places = BACKWARD
 
     @property
     def consumed(self) -> tuple[Value, ...]:
@@ -251,7 +305,8 @@ class TakeParameters(StepInstruction):
         of_caller: it is done around the call of the whole model, by hooks of the engine.
     """
 
-    group: int
+    places = EVERYWHERE
+    group: int = field(metadata=WHOSE)
     there: bool = False
     of_caller: bool = False
 
@@ -266,7 +321,8 @@ class GiveBackParameters(StepInstruction):
         of_caller: as in `TakeParameters`.
     """
 
-    group: int
+    places = EVERYWHERE
+    group: int = field(metadata=WHOSE)
     stays: bool = False
     of_caller: bool = False
 
@@ -281,8 +337,9 @@ class ReduceGradients(StepInstruction):
         bucket: its number.
     """
 
-    group: int | None = None
-    bucket: int | None = None
+    places = BACKWARD
+    group: int | None = field(default=None, metadata=WHOSE)
+    bucket: int | None = field(default=None, metadata=WHOSE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,12 +350,15 @@ class CollectRows(StepInstruction):
         partial: the gradient that comes back is a device's share, and is summed over the devices.
     """
 
+    places = frozenset({"forward", "within"})
     partial: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumShares(StepInstruction):
     """The inputs, gradients that are complete on each device, are summed over the devices."""
+
+    places = BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,4 +369,10 @@ class Layers(StepInstruction):
         rounds: the body as each layer runs it: the same instructions on its own values.
     """
 
+    places = FORWARD | BACKWARD
     rounds: tuple[tuple[StepInstruction, ...], ...]
+
+    @property
+    def bodies(self) -> tuple[tuple[StepInstruction, ...], ...]:
+        """One for each layer."""
+        return self.rounds

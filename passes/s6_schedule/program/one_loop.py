@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...step.instructions import Buffer, BufferKind, Free, Instruction
-from .instructions import Call, StepInstruction
+from .instructions import BACKWARD, FORWARD, Call, StepInstruction
 
 #: What is there for one chunk alone, of a segment that others hand rows to or take them from.
 OF_CHUNK = (BufferKind.ROWS, BufferKind.COTANGENT, BufferKind.KEPT)
@@ -103,6 +103,8 @@ class ChunksFirst(StepInstruction):
 
     body: tuple[Call, ...]
     again: tuple[Call, ...] = ()
+    holds = ("again", "body")
+    places = FORWARD | BACKWARD
 
     @cached_property
     def loop(self) -> OneLoop:

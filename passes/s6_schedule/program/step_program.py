@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any
 
 from ...graph.facts import Facts
 from ...several_devices import SeveralDevices
-from .instructions import Again, Call, Group, Layers, StepInstruction, TakeParameters
+from .instructions import Call, Layers, StepInstruction, TakeParameters
 from .one_loop import ChunksFirst
 from .values import Value
 
@@ -104,32 +105,20 @@ def segment_of(instruction: StepInstruction) -> int | None:
 def unrolled(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
     """Instructions one by one, with loops over layers taken apart, and groups as they are."""
     for instruction in body:
-        if isinstance(instruction, Layers):
-            for own in instruction.rounds:
-                yield from unrolled(own)
-        else:
-            yield instruction
+        yield from unrolled(chain(*instruction.rounds)) if isinstance(instruction, Layers) else (instruction,)
 
 
 def flat(body: Iterable[StepInstruction]) -> Iterator[StepInstruction]:
     """Instructions one by one, those within loops and groups in their place."""
-    for instruction in unrolled(body):
-        if isinstance(instruction, Group | Again):
-            yield from flat(instruction.body)
-        elif isinstance(instruction, ChunksFirst):
-            yield from (*instruction.again, *instruction.body)
-        else:
-            yield instruction
-
-
-#: What tells the instructions of one layer from those of the next, and nothing that they do.
-WHOSE = frozenset({"inputs", "results", "segment", "group", "bucket", "number"})
+    for instruction in body:
+        bodies = instruction.bodies
+        yield from flat(chain(*bodies)) if bodies else (instruction,)
 
 
 def form_of(instruction: StepInstruction) -> Hashable:
     """What an instruction does, whatever it does it to."""
     kinds = tuple(v.kind for v in (*instruction.inputs, *instruction.results))
-    names = (f.name for f in fields(instruction) if f.name not in WHOSE)
+    names = (f.name for f in fields(instruction) if not f.metadata)
     how = tuple(_form_of_field(getattr(instruction, name)) for name in names)
     return (type(instruction).__name__, len(instruction.inputs), kinds, how)
 

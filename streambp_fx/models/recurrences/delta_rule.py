@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...dynamo.this_backend import is_traced_for_us
-from ...passes.graph.recurrence import RECURRENCE, Recurrence, Step
+from ...passes.graph.recurrence import RECURRENCE, Recurrence, RunRecurrence
 from .interface import Interface, Operands, autocast_dtype, is_plain, says_more
 
 
-def _delta_step(function: Callable) -> Step:
+def _delta_step(function: Callable) -> RunRecurrence:
     ignores = is_plain(function)
 
     def step(
@@ -74,7 +74,7 @@ def _captured_delta(name: str, original: Callable, ignores: bool) -> Callable:
     return delta_rule
 
 
-def _delta_recurrence(name: str, step: Step) -> Recurrence:
+def _delta_recurrence(name: str, step: RunRecurrence) -> Recurrence:
     state = ((2, 0), (2, 2), (1, 3), (2, 3))
     return Recurrence(name, step, dims=(1,) * 5, rows=1, like=2, state=state)
 

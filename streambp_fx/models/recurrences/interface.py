@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...passes.graph.recurrence import Recurrence, Step
+from ...passes.graph.recurrence import Recurrence, RunRecurrence
 from ...versions.differences import is_plain_recurrence
 
 Operands = list[Tensor | None]
@@ -34,9 +34,9 @@ class Interface:
         own: it must be the stand-in of a kernel, and not the kernel.
     """
 
-    step: Callable[[Callable], Step]
+    step: Callable[[Callable], RunRecurrence]
     captured: Callable[[str, Callable, bool], Callable]
-    recurrence: Callable[[str, Step], Recurrence]
+    recurrence: Callable[[str, RunRecurrence], Recurrence]
     trial: Callable[[int, torch.device], tuple[Operands, list[float]]]
     plain: Callable[[Callable, Operands, list[float]], Tensor]
     own: bool = False

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...dynamo.this_backend import is_traced_for_us
-from ...passes.graph.recurrence import RECURRENCE, Recurrence, Step
+from ...passes.graph.recurrence import RECURRENCE, Recurrence, RunRecurrence
 from .interface import Interface, Operands, autocast_dtype, says_more
 from .linear_scan import selective_scan
 
 
-def _scan_step(function: Callable) -> Step:
+def _scan_step(function: Callable) -> RunRecurrence:
     def step(
         operands: Sequence[Tensor | None], settings: Sequence[float], state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ def _captured_scan(name: str, original: Callable, ignores: bool) -> Callable:
     return scan
 
 
-def _scan_recurrence(name: str, step: Step) -> Recurrence:
+def _scan_recurrence(name: str, step: RunRecurrence) -> Recurrence:
     dims = (2, 2, None, 2, 2, None, 2, None)
     return Recurrence(name, step, dims, rows=2, like=0, state=((0, 0), (0, 1), (2, 1)))
 

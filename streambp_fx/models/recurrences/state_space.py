@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...dynamo.this_backend import is_traced_for_us
-from ...passes.graph.recurrence import RECURRENCE, Recurrence, Step
+from ...passes.graph.recurrence import RECURRENCE, Recurrence, RunRecurrence
 from .interface import Interface, Operands, autocast_dtype, is_plain, says_more
 
 
@@ -20,7 +20,7 @@ def _space_arguments(operands: Sequence[Tensor | None], settings: Sequence[float
     return {**named, "chunk_size": int(size), "dt_softplus": bool(softplus), "dt_limit": (low, high)}
 
 
-def _space_step(function: Callable) -> Step:
+def _space_step(function: Callable) -> RunRecurrence:
     ignores = is_plain(function)
 
     def step(
@@ -78,7 +78,7 @@ def _captured_space(name: str, original: Callable, ignores: bool) -> Callable:
     return state_space
 
 
-def _space_recurrence(name: str, step: Step) -> Recurrence:
+def _space_recurrence(name: str, step: RunRecurrence) -> Recurrence:
     dims = (1, 1, None, 1, 1, None, None)
     return Recurrence(name, step, dims, rows=1, like=0, state=((0, 0), (0, 2), (0, 3), (3, 3)))
 

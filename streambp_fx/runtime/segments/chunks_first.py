@@ -60,7 +60,7 @@ class Chain:
         return [s.whole for s in self.segments]
 
 
-class ChunksFirst(torch.autograd.Function):
+class ChunksFirstFunction(torch.autograd.Function):
     """Autograd function of a chain of segments: keeps what comes in, and their states."""
 
     @staticmethod

@@ -51,7 +51,7 @@ def generate(facts: Facts, options: Options, seq_len: int | None = None) -> str:
         sections += _section(f"{sweeps.numbers}, chunk by chunk", texts)
     if called.parts:
         sections += _section("What runs unchunked", [p.text for p in called.parts.values()])
-    sections += _section("The step", [called.tail.text, *_table(step), driver])
+    sections += _section("The step", [called.epilogue.text, *_table(step), driver])
     body = "\n\n\n".join(sections)
     used = [text.strip() for name, text in HELPERS.items() if re.search(rf"\b{name}\(", body)]
     head = _head(context, options, seq_len, step, OWN in body)

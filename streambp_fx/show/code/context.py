@@ -92,6 +92,11 @@ class Context:
         answers = (self.open[m].answer for m in runner.masks if m in self.open)
         return runner.segment.reach is Reach.FULL or (not runner.segment.chained and False in answers)
 
+    def may_be_full(self, runner: SegmentRunner) -> bool:
+        """True if the data may say so of some row."""
+        asked = any(self.open[m].answer is None for m in runner.masks if m in self.open)
+        return self.always_full(runner) or (not runner.segment.chained and asked)
+
     def sample(self, expr: sympy.Expr) -> int:
         """A size at the printed sequence length."""
         return int(expr.subs(self.values))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.fx import Node
 
-from ...passes.graph.facts import Mask, Reach
-from ...passes.graph.printing import Printer, fold
+from ...passes.graph.facts import Mask
+from ...passes.graph.printing import WIDTH, Printer, fold
 from ...passes.s4_trace.program_inputs import SIZES, Extent
 from ...passes.s4_trace.vjp import Guards
-from ...passes.s6_schedule.build import is_half
+from ...passes.s6_schedule.program import Call
 from ...passes.step.instructions import Buffer, BufferKind, Run
 from ...passes.step.procedure import Procedure
 from ...passes.step.saving import Price
-from ...passes.step.way import Way
 from ...runtime.segments.owned_buffers import OwnedBuffers
 from ...runtime.segments.segment_runner import SegmentRunner
 from ...runtime.segments.step_blocks import StepData
@@ -31,6 +31,10 @@ PURPOSE = {
     "loss": "Values of a chunk and their gradients, in one sweep.",
     "state_joint": "Differentiates the state rows of a chunk, once their gradient is complete.",
 }
+
+
+#: Calls of a segment by name of the procedure: of the step as it is, or where each row may read all rows.
+Calls = dict[bool, dict[str, Call]]
 
 
 @dataclass
@@ -64,27 +68,19 @@ class SegmentCode:
         context: what is printed.
         runner: the runner of the first segment of its kind.
         label: prefix of the names of its functions.
-        one_sweep: it is a loss head whose gradient comes with its values.
-        trained: a gradient reaches its outputs.
-        keeps_states: the states of recurrences are kept.
+        calls: what of it the step calls.
 
     Attributes:
+        one_sweep: it is a loss head whose gradient comes with its values.
+        trained: a gradient reaches its outputs.
         kept: what its forward hands to its backward besides the inputs.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        runner: SegmentRunner,
-        label: str,
-        one_sweep: bool,
-        trained: bool,
-        keeps_states: bool = False,
-    ) -> None:
-        self.context, self.runner, self.label = context, runner, label
+    def __init__(self, context: Context, runner: SegmentRunner, label: str, calls: Calls) -> None:
+        self.context, self.runner, self.label, self.calls = context, runner, label, calls
         self.segment, self.programs = runner.segment, runner.programs
-        self.one_sweep, self.trained = one_sweep, trained and runner.needs_grad
-        self.keeps_states = keeps_states
+        first, *others = next(iter(calls.values())).values()
+        self.one_sweep, self.trained = first.procedure_name == "loss", bool(others)
         scope = Scope(context.globals.taken)
         name = lambda nodes, form="{}": [scope.new(form.format(context.model.of(n))) for n in nodes]  # noqa: E731
         states = [s.node for s in self.programs.states.values()]
@@ -95,15 +91,15 @@ class SegmentCode:
         self.cotangents = name(runner.diff_outputs, "grad_{}")
         self.row_gradients = name(runner.diff_rows, "grad_{}")
         self.accumulators = name(runner.diff_constants, "grad_{}")
-        self.saves = context.executor.policy.saves(self.segment) if self.trained else ()
+        self.saves = first.way.saves
         self.saved = scope.new("saved") if self.saves else ""
         by_chunk = zip(self.states, self.programs.states.values(), strict=True)
-        kept_states = [n for n, s in by_chunk if s.by_chunk and keeps_states]
+        kept_states = [n for n, s in by_chunk if s.by_chunk and first.way.keeps_states]
         self.kept = [*([self.saved] if self.saves else []), *kept_states]
         self.names = self._names()
         self.flags = {m: t.name for m in self.masks() if (t := context.plain[m]).answer is None}
         self.variants: dict[Key, list[Variant]] = {}
-        for full in self.reaches():
+        for full in self.calls:
             self._make(full)
 
     def _names(self) -> dict[Buffer, str]:
@@ -136,23 +132,15 @@ class SegmentCode:
 
     def reaches(self) -> list[bool]:
         """Whether rows may read all rows: False, True, or both where the data decides it."""
-        if self.segment.reach is Reach.FULL:
-            return [True]
-        answers = [self.context.open[m].answer for m in self.masks()]
-        if False in answers:
-            return [True]
-        return [False, True] if None in answers and not self.segment.chained else [False]
+        return list(self.calls)
 
     def procedure(self, name: str, full: bool = False) -> Procedure:
-        """A part of the segment's step, as it is printed: nothing is written over."""
-        saves = () if full else self.saves
-        way = Way(full, half=is_half(self.segment), saves=saves, keeps_states=self.keeps_states and not full)
-        return self.programs.procedure(name, way)
+        """A part of the segment's step."""
+        return self.calls[full][name].procedure
 
     def _runs(self, full: bool) -> list[Run]:
         """The calls of programs, in the order in which the programs are printed."""
-        parts = ["loss"] if self.one_sweep else ["forward", *(["backward"] if self.trained else [])]
-        runs = [r for part in parts for _, r in self.procedure(part, full).runs()]
+        runs = [r for call in self.calls[full].values() for _, r in call.procedure.runs()]
         found = {(r.program, r.price): r for r in runs}.values()
         return [run for kind in PURPOSE for run in found if run.program == kind]
 
@@ -295,7 +283,12 @@ class SegmentCode:
         lines = fold(0, f"def {self.chooser(key)}(", self.chooser_parameters(), "):")
         lines += docstring("The program for a chunk of these sizes.")
         for variant in variants:
-            lines += fold(4, f"if {' and '.join(variant.condition)}:", [], "")
+            tests = textwrap.wrap(" and ".join(variant.condition), WIDTH - 12)
+            lines += (
+                [f"    if {tests[0]}:"]
+                if len(tests) == 1
+                else ["    if (", *(f"        {t}" for t in tests), "    ):"]
+            )
             lines.append(f"        return {variant.name}")
         lines.append("    raise no_program(rows, prefix, total)")
         return "\n".join(lines)

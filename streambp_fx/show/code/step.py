@@ -11,8 +11,7 @@ from torch.fx import Node
 
 from ...passes.graph.facts import Kind, tensors_of
 from ...passes.graph.printing import WIDTH, fold, listed, pack, remark
-from ...passes.s6_schedule.build import schedule, the_loss
-from ...passes.s6_schedule.kept_states import keep_states
+from ...passes.s6_schedule.build import the_loss
 from ...passes.s6_schedule.program import (
     Add,
     Again,
@@ -21,18 +20,24 @@ from ...passes.s6_schedule.program import (
     Defer,
     Differentiate,
     Drop,
+    Fetch,
+    GiveBackParameters,
     Group,
     HandOver,
+    Layers,
+    Leave,
     Linearize,
+    ReduceGradients,
     Return,
     RunPart,
     Seed,
     StepInstruction,
     StepProgram,
+    TakeParameters,
     Zeros,
 )
 from ...passes.s6_schedule.program.values import Value, ValueKind
-from ...passes.s6_schedule.transforms import drop_what_nobody_reads, keep_inputs_of_groups
+from ...runtime.segments.segment_runner import SegmentRunner
 from .body import docstring, targets
 from .context import Context
 from .names import Scope
@@ -65,16 +70,17 @@ class StepCode:
         tensors = [n for n in results if isinstance(n, Node) and n in self.facts.needs_grad and tensors_of(n)]
         self.differentiated = list(dict.fromkeys(tensors))
         self.loss = the_loss(self.differentiated)
-        self.program = self._program()
-        self.functions = StepFunctions(context, self.program)
+        self.program = self._program(context.always_full)
+        self.functions = StepFunctions(context, self.program, self._program(context.may_be_full))
 
-    def _program(self) -> StepProgram:
-        """The step that is printed: nothing lies elsewhere, and nothing is written over."""
-        parts, full = self.executor.parts, self.executor.segments_where(self.context.always_full)
-        seeds = self.differentiated if self.loss is None else [self.loss]
-        program = keep_inputs_of_groups(schedule(parts, full, seeds=seeds), parts)
+    def _program(self, is_full: Callable[[SegmentRunner], bool]) -> StepProgram:
+        """The step as it runs on one device, without a gradient of what the loss is not made of."""
         kept_states = self.executor.segments_keeping_states(self.context.rows, self.context.values)
-        return drop_what_nobody_reads(keep_states(program, parts, kept_states))
+        return self.executor.step_program(
+            self.executor.segments_where(is_full),
+            kept_states=kept_states,
+            seeds=tuple(self.differentiated if self.loss is None else [self.loss]),
+        )
 
     # ---- names
 
@@ -190,7 +196,7 @@ class StepCode:
             self._call_part(self.functions.whole)
         elif instruction.segment is None:
             self.lines.append("")
-            self._call_part(self.functions.tail)
+            self._call_part(self.functions.epilogue)
         else:
             self.lines.append("")
             if instruction.part.random:
@@ -255,7 +261,7 @@ class StepCode:
     def _call_loss(self, instruction: CallLoss) -> None:
         """The head with its epilogue: loss and gradients come together."""
         segment, position = self.facts.segments[instruction.segment], instruction.position
-        sweeps, part = self.functions.sweeps_of(segment), self.functions.tail
+        sweeps, part = self.functions.sweeps_of(segment), self.functions.epilogue
         rows = self._value(segment.outputs[0])
         self.lines.append("")
         inner = ["rows" if n is segment.outputs[0] else self._value(n) for n in part.values] + part.sizes
@@ -266,6 +272,10 @@ class StepCode:
 
     def _group(self, instruction: Group) -> None:
         self._print(instruction.body)
+
+    def _layers(self, instruction: Layers) -> None:
+        for body in instruction.rounds:
+            self._print(body)
 
     def _again(self, instruction: Again) -> None:
         self.lines += ["", "    # what was not kept is made again"]
@@ -302,7 +312,7 @@ class StepCode:
     def _differentiate(self, instruction: Differentiate) -> None:
         """Differentiate what runs unchunked, by autograd."""
         given = {v.node: v for v in instruction.inputs if v.kind is ValueKind.GRADIENT}
-        part, random = self.functions.tail, []
+        part, random = self.functions.epilogue, []
         if instruction.segment is not None:
             part = self.functions.parts[str(instruction.segment)]
             random = [f"random_state_{instruction.segment}"] if instruction.part.random else []
@@ -365,10 +375,13 @@ PRINT: Mapping[type, Callable[[StepCode, Any], None]] = {
     CallLoss: StepCode._call_loss,
     Group: StepCode._group,
     Again: StepCode._again,
+    Layers: StepCode._layers,
     Drop: StepCode._drop,
     Seed: StepCode._seed,
     Differentiate: StepCode._differentiate,
     # written by what comes before or after them: the loss, calls that are given no gradient, the helper
     # `accumulate`, and the last line
     **dict.fromkeys((Linearize, Zeros, Add, HandOver, Return, Defer), StepCode._elsewhere),
+    # what is kept stays where it is, and one device has all parameters
+    **dict.fromkeys((Leave, Fetch, TakeParameters, GiveBackParameters, ReduceGradients), StepCode._elsewhere),
 }

@@ -8,10 +8,10 @@ from torch.fx import Node
 
 from ...passes.graph.facts import Segment
 from ...passes.graph.subgraph import Subgraph
-from ...passes.s6_schedule.program import Call, CallLoss, RunPart, StepProgram
+from ...passes.s6_schedule.program import RunPart, StepProgram
 from .context import Context, Test
 from .printed_subgraphs import PrintedSubgraph
-from .programs import SegmentCode
+from .programs import Calls, SegmentCode
 from .sweeps import Sweeps
 
 
@@ -21,30 +21,34 @@ class StepFunctions:
     Args:
         context: what is printed.
         program: the instructions of the step.
+        of_all_rows: those of a step in which some row reads all rows, wherever the data may say so.
 
     Attributes:
         sweeps: over the chunks of a segment, by its signature and what it keeps.
         parts: what runs unchunked, by the index of its segment.
-        tail: what is made of the last segment's rows.
+        epilogue: what is made of the last segment's rows.
         whole: values that no gradient reaches.
         tests: what the step asks the data.
     """
 
-    def __init__(self, context: Context, program: StepProgram) -> None:
+    def __init__(self, context: Context, program: StepProgram, of_all_rows: StepProgram) -> None:
         self.context, self.executor, self.segments = context, context.executor, context.facts.segments
         epilogue, note = self.executor.parts.epilogue, "What is made of the last segment's rows."
-        self.tail = PrintedSubgraph(context, epilogue, "epilogue", note)
+        self.epilogue = PrintedSubgraph(context, epilogue, "epilogue", note)
         self.tests: list[Test] = [t for t in (*context.plain.values(), *context.open.values()) if t.text]
-        calls = [c for c in program.instructions() if isinstance(c, Call)]
-        self.trained = {self.segments[c.segment].signature for c in calls if c.procedure_name != "forward"}
-        self.keeping_states = {c.segment for c in calls if c.way.keeps_states}
-        self.sweeps: dict[tuple, Sweeps] = {}
+        self.keys: dict[int, tuple] = {}
+        for call in program.calls():
+            key = self.segments[call.segment].signature, call.way.saves, call.way.keeps_states
+            self.keys.setdefault(call.segment, key)
+        calls: dict[tuple, Calls] = {}
+        for call in (*program.calls(), *of_all_rows.calls()):
+            of_key = calls.setdefault(self.keys[call.segment], {})
+            of_key.setdefault(call.way.full, {}).setdefault(call.procedure_name, call)
+        self.sweeps = {key: self._sweeps(key, own) for key, own in calls.items()}
         self.parts: dict[str, PrintedSubgraph] = {}
         for instruction in program.instructions():
             if isinstance(instruction, RunPart) and instruction.segment is not None:
                 self._part(instruction, instruction.segment)
-            elif isinstance(instruction, Call):
-                self._sweeps(instruction)
         whole = Subgraph(context.facts, self._whole_read(), set())
         self.whole = PrintedSubgraph(context, whole, "whole_values", "Values that no gradient reaches.")
 
@@ -54,31 +58,22 @@ class StepFunctions:
         printed = PrintedSubgraph(self.context, instruction.part, f"segment_{index}", note)
         self.parts[str(index)] = printed
 
-    def _sweeps(self, instruction: Call) -> None:
-        segment, runner = self.segments[instruction.segment], self.executor.runners[instruction.segment]
-        key = self._key(segment)
-        if key in self.sweeps:
-            return
+    def _sweeps(self, key: tuple, calls: Calls) -> Sweeps:
+        alike = [index for index, own in self.keys.items() if own == key]
+        runner = self.executor.runners[alike[0]]
         assert runner is not None
-        one_sweep, label = isinstance(instruction, CallLoss), f"segment_{segment.index}"
-        trained, keeping = segment.signature in self.trained, segment.index in self.keeping_states
-        code = SegmentCode(self.context, runner, label, one_sweep, trained, keeping)
-        alike = [s.index for s in self.segments if self._key(s) == key]
-        self.sweeps[key] = Sweeps(code, _numbers(alike))
-
-    def _key(self, segment: Segment) -> tuple:
-        return segment.signature, self.executor.policy.saves(segment), segment.index in self.keeping_states
+        return Sweeps(SegmentCode(self.context, runner, f"segment_{alike[0]}", calls), _numbers(alike))
 
     def sweeps_of(self, segment: Segment) -> Sweeps:
         """The sweeps that serve a segment."""
-        return self.sweeps[self._key(segment)]
+        return self.sweeps[self.keys[segment.index]]
 
     def _whole_read(self) -> list[Node]:
         """Whole values that something printed reads."""
-        read = {n for p in (self.tail, *self.parts.values()) for n in p.values}
+        read = {n for p in (self.epilogue, *self.parts.values()) for n in p.values}
         read |= {n for test in self.tests for n in test.arguments if isinstance(n, Node)}
         for segment in self.segments:
-            if self._key(segment) in self.sweeps:
+            if segment.index in self.keys:
                 read.update(self.whole_of(segment))
         return [n for n in self.executor.parts.whole.outputs if n in read]
 

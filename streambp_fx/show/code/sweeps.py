@@ -8,7 +8,6 @@ from typing import Any
 from ...passes.graph.facts import Axis, shape_of, tensors_of
 from ...passes.graph.printing import fold
 from ...passes.s4_trace.carried_state import state_of_recurrence
-from ...passes.s6_schedule.build import is_half
 from ...passes.step.instructions import (
     BY_COLUMNS,
     BY_ROWS,
@@ -21,6 +20,7 @@ from ...passes.step.instructions import (
     Keep,
     Normalize,
     Over,
+    Overwrite,
     Round,
     Run,
     Scale,
@@ -87,7 +87,8 @@ class Sweeps:
 
     def _scale(self, instruction: Scale, full: bool) -> list[str]:
         """The gradient of the printed loss is one; what it was divided by comes back."""
-        return [f"    {self.code.names[instruction.buffer]}.mul_(unit)"] if is_half(self.segment) else []
+        half = self.code.calls[full]["scaling"].way.half
+        return [f"    {self.code.names[instruction.buffer]}.mul_(unit)"] if half else []
 
     def _allocate(self, instruction: Allocate, full: bool) -> list[str]:
         buffer, name = instruction.buffer, self.code.names[instruction.buffer]
@@ -105,6 +106,10 @@ class Sweeps:
         lines = fold(4, f"{name} = torch.{function}(", [shape, f"dtype={own}", f"device={like}.device"], ")")
         first = buffer.kind is BufferKind.STATE and name == self.code.states[0]
         return ["    # the state: what later chunks read of this one", *lines] if first else lines
+
+    def _overwrite(self, instruction: Overwrite, full: bool) -> list[str]:
+        """Nothing is written over: it has memory of its own, as where somebody else may hold the other."""
+        return self._allocate(Allocate(instruction.buffer, instruction.zero), full)
 
     def _states_of_recurrence(self, buffer: Buffer) -> list[str]:
         """What each chunk begins with, and what the last one leaves."""
@@ -211,7 +216,7 @@ class Sweeps:
         code = self.code
         lines = self._head(self.name("forward", full), self.parameters(), f"{self.numbers}, forwards.")
         lines += [f"    {code.saved} = []"] if code.saves else []
-        lines += self._print(self.code.procedure("forward", full).body, full)
+        lines += self._print(code.procedure("forward", full).body, full)
         return "\n".join([*lines, *returned([*code.outputs, *code.kept])])
 
     def _backward(self, full: bool) -> str:
@@ -222,7 +227,7 @@ class Sweeps:
             lines.append(f"    if {code.names[buffer]} is None:")
             lines += [f"    {line}" for line in self._allocate(Allocate(buffer, zero=True), False)]
         lines += [f"    {n} = {n}.contiguous()" for n in code.cotangents]
-        lines += self._print(self.code.procedure("backward", full).body, full)
+        lines += self._print(code.procedure("backward", full).body, full)
         return "\n".join([*lines, *returned([*code.row_gradients, *code.accumulators])])
 
     def _loss(self) -> str:
@@ -241,9 +246,10 @@ class Sweeps:
         return "\n".join([*lines, *returned([output, *code.row_gradients, *code.accumulators])])
 
 
-#: What prints each instruction; nothing is written over in a printed step, and one device runs it.
+#: What prints each instruction; one device runs a printed step.
 PRINT: Mapping[type, Callable[[Sweeps, Any, bool], list[str]]] = {
     Allocate: Sweeps._allocate,
+    Overwrite: Sweeps._overwrite,
     Chunks: Sweeps._chunks,
     Free: Sweeps._free,
     Normalize: Sweeps._normalize,

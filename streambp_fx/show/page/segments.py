@@ -61,14 +61,12 @@ def _about(segment: ScheduledSegment) -> str:
 def _facts(memory: StepMemory, group: Group) -> Iterator[str]:
     schedule, segment = memory.schedule, group.first
     stores = sum(int(row_bytes(schedule.facts, n)) for n in segment.rows)
-    masks = dict.fromkeys(m.mask for m in segment.mixings if m.mask is not None)
-    described = "; ".join(str(schedule.facts.masks[m]) for m in masks if m in schedule.facts.masks)
     yield _fact("chunks", "chunks", schedule.chunks(segment) or 0)
     yield _fact("stores", "stored input, a row of the batch", stores, True)
     yield _fact("state", "carried state, a row of the batch", schedule.state_bytes_per_row(segment), True)
     yield _fact("peak", "largest total while it runs", max(_largest(memory, s) for s in group.segments), True)
-    if described:
-        yield f"<div><dt>mask</dt><dd>{escape(described)}</dd></div>"
+    if segment.masks_in_words:
+        yield f"<div><dt>mask</dt><dd>{escape(segment.masks_in_words)}</dd></div>"
 
 
 def _fact(key: str, name: str, count: int, in_bytes: bool = False) -> str:

@@ -20,7 +20,7 @@ from streambp_fx.cost import eager_step
 from streambp_fx.cost.held_bytes import BATCH, CHUNK, DATA, LOSS_CHUNK, TOKENS
 from streambp_fx.cost.step import StepCost
 from streambp_fx.options import CHUNK_SIZES, chunk_sizes
-from streambp_fx.passes.s3_cut.segment import samples as samples_of
+from streambp_fx.passes.s3_cut.segment import sequences
 from streambp_fx.passes.step.row_chunks import TILE, split_rows
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
 
@@ -227,7 +227,7 @@ def test_the_head_of_a_batch_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
     found = streambp_fx.schedule(streamed)
     assert found is not None
     cost = found.cost
-    (batch,) = samples_of(cost.facts).free_symbols
+    (batch,) = sequences(cost.facts).free_symbols
     assert found.loss_rows == 320 // cost.facts.values[batch], "the peak is in a layer and leaves room"
     assert cost.sizes(200, None, {batch: 16}).loss_chunk == 16
 

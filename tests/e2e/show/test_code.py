@@ -83,6 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "gpt_neox, one sequence": (lambda: build("gpt_neox", num_hidden_layers=1), plain(1, 50)),
     "attention kept": (lambda: build("mistral"), plain(2, 67)),
     "chosen values saved": (lambda: build("gemma3_text"), plain(2, 67)),
+    "rows and what is kept elsewhere": (lambda: build("llama"), plain(2, 67)),
     "two sweeps": (lambda: WithObjective("llama", "preference"), plain(2, 67)),
     "unchunked region, tied and frozen": (flipped, plain(2, 37)),
 }
@@ -91,6 +92,7 @@ PIECES = (Piece(Fraction(1, 5), None), Piece(Fraction(3, 5), ATTENTION), Piece(F
 OPTIONS: dict[str, dict[str, Any]] = {
     "attention kept": {"save": "attention", "every": 2},
     "chosen values saved": {"save": Saving(((), PIECES) * 5)},
+    "rows and what is kept elsewhere": {"save": "attention", "offload": "disk", "offload_rows": True},
 }
 
 

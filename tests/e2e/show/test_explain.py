@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from e2e_models import HIDDEN, build, plain, sample
+from torch import Tensor
 
 import streambp_fx
 from streambp_fx.passes.graph.facts import Reach
@@ -31,6 +32,26 @@ def test_sizes_and_reaches() -> None:
     assert schedule.state_bytes_per_row(head) == schedule.state_bytes_per_row(embedding) == 0
     assert first.signature == second.signature and first.reach is Reach.CAUSAL
     assert schedule.sweeps == 1 and schedule.seq_len == 1000
+
+
+@pytest.mark.parametrize("every", sample([1, 2]))
+def test_what_the_model_returns_is_not_computed_again(every: int) -> None:
+    """The rows of an embedding that the caller is given are there: nobody makes them again."""
+    model = build("llama")
+
+    @torch.compile(backend="streambp", options={"chunk": 16, "loss_chunk": 8, "every": every})
+    def call(input_ids: Tensor, labels: Tensor) -> Any:
+        rows = model.model.embed_tokens(input_ids)
+        return model(inputs_embeds=rows, labels=labels, use_cache=False).loss, rows
+
+    batch = plain(3, 67)
+    call(batch["input_ids"], batch["labels"])[0].backward()
+    schedule = streambp_fx.schedule(model)
+    assert schedule is not None
+    again = "not stored but computed again: what segment 1 gives" in str(schedule)
+    assert again == ("run again" in str(schedule.program)) == (every == 2)
+    assert "segment 0 gives" not in str(schedule)
+    assert schedule.stored_bytes_per_row() == 3 * HIDDEN * 8 * (2 if again else 3), "what goes into segments"
 
 
 def test_one_screen() -> None:

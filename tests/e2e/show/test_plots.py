@@ -82,6 +82,17 @@ def test_parts_of_the_step_follow_each_other(schedule: streambp_fx.Schedule) -> 
     assert TOKENS in memory.peak_expression("streamed").free_symbols
 
 
+def test_a_chunk_that_goes_through_all_layers_is_one_part() -> None:
+    schedule = streambp_fx.explain(
+        build("llama"), seq_len=100, batch_size=2, chunk=32, loss_chunk=16, order="chunks"
+    )
+    memory = StepMemory.of(schedule)
+    together = [s.index for s in schedule.segments_together[0]]
+    assert len(together) > 2 and not {("forward", k) for k in together[1:]}.intersection(memory.slots)
+    for way in WAYS:
+        assert (starts := memory.starts(way)) == sorted(starts)
+
+
 @pytest.mark.slow
 def test_another_length_has_its_own_memory(schedule: streambp_fx.Schedule) -> None:
     longer = StepMemory.of(schedule.for_length(400))

@@ -103,11 +103,8 @@ def check_facts(facts: analysis.MaskFacts, values: Values, true_attends: bool = 
         assert not attended[..., (col <= row - facts.window)].any()
     if facts.plain:
         assert (attended == triangle).all() and not facts.has_bias
-    if analysis.data_holds(facts, values.fetch):
-        if facts.plain_without_data:
-            assert (attended == triangle).all()
-        if facts.band_without_data:
-            assert (attended == triangle & (col > row - facts.window_without_data)).all()
+    if analysis.data_holds(facts, values.fetch) and facts.plain_without_data:
+        assert (attended == triangle).all()
     if analysis.first_column_open(facts, values.fetch):
         assert (attended & triangle).any(-1).all()
     check_predicate(facts, values, attended)
@@ -259,8 +256,8 @@ def test_run_time_tests_of_padding():
 @pytest.mark.parametrize("window", [3, 100])
 def test_sliding_window(window):
     facts = check(by_positions(lambda i, j, mask: (j > i - window) & (j <= i) & keys(mask)))
-    assert facts.causal and facts.window == window and facts.band_without_data
-    assert facts.window_without_data == window and not facts.plain_without_data
+    assert facts.causal and facts.window == window
+    assert not facts.plain_without_data
     assert str(facts) == f"causal and window {window} and mask_1[b, j]"
 
 
@@ -275,7 +272,7 @@ def test_window_is_open_on_the_diagonal_only():
 
 def test_chunks():
     facts = check(by_positions(lambda i, j, mask: (i // 4 == j // 4) & (j <= i)))
-    assert facts.causal and facts.window == 4 and not facts.plain_without_data and not facts.band_without_data
+    assert facts.causal and facts.window == 4 and not facts.plain_without_data
     both_ways = check(by_positions(lambda i, j, mask: i // 4 == j // 4))
     assert not both_ways.causal and both_ways.window == 4
 
@@ -305,7 +302,7 @@ def packed_by_positions(at: torch.Tensor) -> torch.Tensor:
 def test_packed_positions_from_the_caller():
     node, length = trace(packed_by_positions, torch.arange(T).expand(B, T).contiguous())
     facts = analysis.analyze(node, length)
-    assert facts.causal and facts.window == 4 and facts.band_without_data
+    assert facts.causal and facts.window == 4
     for at in (
         torch.arange(11).expand(B, 11),
         torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3], [5, 4, 3, 3, 4, 5, 1, 2, 3, 0, 9]]),
@@ -339,7 +336,7 @@ TRAPS = {
 @pytest.mark.parametrize("name", TRAPS)
 def test_not_causal(name):
     facts = check(by_positions(TRAPS[name]))
-    assert not (facts.causal or facts.plain or facts.plain_without_data or facts.band_without_data)
+    assert not (facts.causal or facts.plain or facts.plain_without_data)
 
 
 CAUSAL = {
@@ -618,12 +615,11 @@ MODELS = [
 def test_masks_of_models(family, attention, padded, config, windows):
     sizes = {"intermediate_size": 48, "num_key_value_heads": 2} if family != "bloom" else {}
     module = capture_model(family, attention, padded, **sizes, **config)
-    chunked, found, length = "attention_chunk_size" in config, set(), 11
+    found, length = set(), 11
     for node in model_masks(module):
         facts = analysis.analyze(node, node.meta["val"].shape[-1])
         assert facts.causal and not facts.has_bias, facts.describe()
         assert facts.plain_without_data == (facts.window is None)
-        assert facts.band_without_data == (facts.window is not None and not chunked)
         assert facts.plain == (facts.window is None and not padded)
         found.add(facts.window)
         for data in (pad((0, length), (0, length), length=length), pad((3, length), (0, 7), length=length)):

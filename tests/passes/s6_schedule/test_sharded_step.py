@@ -13,7 +13,7 @@ from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
-from streambp_fx.passes.s6_schedule.collectives import CollectiveKind, collectives
+from streambp_fx.passes.s6_schedule.collectives import Collective, CollectiveKind, collective_of
 from streambp_fx.passes.s6_schedule.program import (
     GiveBackParameters,
     ReduceGradients,
@@ -115,27 +115,30 @@ def test_text_with_an_engine(name: str) -> None:
     check_golden(step_text(found, procedures=False), __file__, f"sharded_{name.replace(' ', '_')}")
 
 
+def collectives(step: StepProgram) -> list[Collective]:
+    return [c for i in step.instructions() if (c := collective_of(step, i)) is not None]
+
+
 def test_collectives() -> None:
-    """What is gathered and summed, in order, with the segments beside it, and bytes in a ring of two."""
+    """What is gathered and summed, in order, and bytes in a ring of two."""
     counts = {False: (7, 4), True: (4, 4)}
     for stays, (gathers, sums) in counts.items():
         own = with_engine(stays)
         found = collectives(transformed(schedule(own), own))
-        kinds = [p.collective.kind for p in found]
+        kinds = [c.kind for c in found]
         assert (kinds.count(CollectiveKind.ALL_GATHER), kinds.count(CollectiveKind.REDUCE_SCATTER)) == (
             gathers,
             sums,
         )
-        assert all(p.collective.sent_bytes == p.collective.bytes // 2 for p in found)
-        assert found[0].collective.of_caller and found[-1].collective.of_caller
-        layers = [(p.phase, p.segment) for p in found if p.collective.name.startswith("layer")]
-        forward, backward = [("forward", k) for k in (1, 2, 3)], [("backward", k) for k in (3, 2, 1)]
-        assert layers == forward + (backward if stays else [p for p in backward for _ in range(2)])
+        assert all(c.sent_bytes == c.bytes // 2 for c in found)
+        assert found[0].of_caller and found[-1].of_caller
+        layers = [int(c.name.split()[1]) for c in found if c.name.startswith("layer")]
+        assert layers == [0, 1, 2] + ([2, 1, 0] if stays else [2, 2, 1, 1, 0, 0])
     own = with_engine(buckets=True)
     sizes = sum(bytes_of(n) for n in own.facts.parameters)
     found = collectives(transformed(schedule(own), own))
-    assert len(found) > 2 and sum(p.collective.bytes for p in found) == sizes
-    assert all(p.collective.sent_bytes == p.collective.bytes for p in found), "an all-reduce is sent twice"
+    assert len(found) > 2 and sum(c.bytes for c in found) == sizes
+    assert all(c.sent_bytes == c.bytes for c in found), "an all-reduce is sent twice"
 
 
 @pytest.mark.parametrize("what", ["dropped", "doubled", "moved to the beginning"])

@@ -30,6 +30,7 @@ from streambp_fx.passes.s6_schedule.program import (
     Leave,
     StepInstruction,
     StepProgram,
+    unrolled,
 )
 from streambp_fx.passes.s6_schedule.program.values import Value
 from streambp_fx.passes.s6_schedule.step_parts import Making, StepParts
@@ -201,14 +202,14 @@ def test_groups_run_again_what_they_do_not_keep() -> None:
 def test_what_is_returned_is_not_made_again(every: int, count: int) -> None:
     own = parts(Policy(every=every), shown=True)
     found = transformed(schedule(own), own)
-    again = [c.segment for a in _unrolled(found.backward) if isinstance(a, Again) for c in a.body]
+    again = [c.segment for a in unrolled(found.backward) if isinstance(a, Again) for c in a.body]
     assert again == [3, 1][:count]  # the embedding, segment 0, is returned
 
 
 def test_what_is_kept_leaves_and_comes_back() -> None:
     found = program("on disk")
-    left = [v for i in _unrolled(found.forward) if isinstance(i, Leave) for v in i.inputs]
-    fetched = [v for i in _unrolled(found.backward) if isinstance(i, Fetch) for v in i.inputs]
+    left = [v for i in unrolled(found.forward) if isinstance(i, Leave) for v in i.inputs]
+    fetched = [v for i in unrolled(found.backward) if isinstance(i, Fetch) for v in i.inputs]
     assert len(left) == len(set(left)) == len(fetched) and set(left) == set(fetched) == set(moved(found))
 
 
@@ -222,11 +223,6 @@ def test_loops_change_nothing() -> None:
     flat = drop_what_nobody_reads(keep_inputs_of_groups(schedule(own), own))
     assert list(fold_layers(flat).instructions()) == list(flat.instructions())
     assert any(isinstance(i, Layers) for i in fold_layers(flat).forward)
-
-
-def _unrolled(body: tuple[StepInstruction, ...]) -> Iterator[StepInstruction]:
-    for i in body:
-        yield from (j for own in i.rounds for j in own) if isinstance(i, Layers) else (i,)
 
 
 # ---- broken programs

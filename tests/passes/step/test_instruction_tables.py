@@ -7,7 +7,7 @@ from typing import get_args
 from streambp_fx.cost import procedures, step_walk
 from streambp_fx.passes.s6_schedule import checker
 from streambp_fx.passes.s6_schedule.program.one_loop import HandOn
-from streambp_fx.passes.step.instructions import Free, Instruction, ZeroRows
+from streambp_fx.passes.step.instructions import Instruction
 from streambp_fx.runtime import step_interpreter
 from streambp_fx.runtime.segments import interpreter
 from streambp_fx.show.code import step, sweeps
@@ -26,27 +26,9 @@ BY_AUTOGRAD = {
     "SumShares",
     "Zeros",
 }
-# What a printed program is made without: it runs on one device, layer by layer, and nothing leaves that.
-NOT_PRINTED = {
-    "ChunksFirst",
-    "CollectRows",
-    "Fetch",
-    "GiveBackParameters",
-    "Layers",
-    "Leave",
-    "ReduceGradients",
-}
-NOT_PRINTED |= {"SumShares", "TakeParameters"}
-NOT_PRINTED_OF_SEGMENTS = {
-    "AllGather",
-    "Hand",
-    "Overwrite",
-    "Receive",
-    "ReduceScatter",
-    "Roll",
-    "Send",
-    "ZeroRows",
-}
+# What a printed program is made without: one device has all rows, and it runs layer by layer.
+NOT_PRINTED = {"ChunksFirst", "CollectRows", "SumShares"}
+NOT_PRINTED_OF_SEGMENTS = {"AllGather", "Hand", "Receive", "ReduceScatter", "Roll", "Send", "ZeroRows"}
 
 
 def names(kinds: object) -> set[str]:
@@ -59,10 +41,8 @@ def test_what_is_interpreted() -> None:
 
 
 def test_what_is_counted() -> None:
-    assert procedures.COUNT.keys() | procedures.OF_CHUNKS == OF_SEGMENTS
+    assert procedures.COUNT.keys() | procedures.COUNT_OF_CHUNK.keys() == {*OF_SEGMENTS, HandOn}
     assert step_walk.COUNT.keys() == OF_STEPS
-    of_one_loop = {*procedures.OF_CHUNKS, Free, HandOn} - {ZeroRows}  # no loss head is in such a loop
-    assert procedures.COUNT_OF_CHUNK.keys() == of_one_loop
 
 
 def test_what_is_printed_as_python() -> None:
