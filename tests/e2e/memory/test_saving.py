@@ -66,6 +66,25 @@ def test_exact_with_other_policies(options: dict) -> None:
     check_exact(factory, BATCHES, save=drawn(7), **options)
 
 
+def drawn_way(seed: int) -> tuple[str, dict[str, Any]]:
+    """A family, and one of all ways to run its steps: what is kept, where, in which order and chunks."""
+    rng = random.Random(seed)
+    way: dict[str, Any] = {"chunk": rng.choice([5, 16, 33]), "loss_chunk": rng.choice([3, 16, 40])}
+    if rng.random() < 0.25:
+        return rng.choice(FAMILIES), {**way, "order": "chunks"}
+    way |= {"save": rng.choice(["inputs", "attention", drawn(seed)]), "every": rng.choice([1, 1, 2, 3])}
+    if rng.random() < 0.5:
+        way |= {"offload": "disk", "offload_rows": rng.random() < 0.5}
+    return rng.choice(FAMILIES), way
+
+
+@pytest.mark.parametrize("seed", sample(list(range(24))))
+def test_exact_in_drawn_ways(seed: int) -> None:
+    family, way = drawn_way(seed)
+    impl = "eager" if family in EAGER else "sdpa"
+    check_exact(functools.partial(build, family, impl), BATCHES, **way)
+
+
 @pytest.mark.parametrize("body", sample(["eager", "inductor"]))
 def test_as_much_is_saved_as_there_is_memory_for(body: str) -> None:
     """Exact, and within the budget by the cost model; the more memory, the less is computed again."""
