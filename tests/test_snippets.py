@@ -92,7 +92,8 @@ def test_as_printed(page: str, a_reader: None, capsys: pytest.CaptureFixture[str
 
 # ---- what is typed in a shell
 
-SHELL = re.compile(r"^```(?:bash|sh)?\n(.*?)^```$|((?:^    .*\n|^\n)+)", re.M | re.S)
+BLOCK = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$|((?:^    .*\n|^\n)+)", re.M | re.S)
+SHELLS = ("", "bash", "sh")
 PROGRAMS = ("streambp-fx", "make", "python", "torchrun")
 
 
@@ -100,8 +101,8 @@ def typed() -> list[tuple[str, str]]:
     """Pages, and commands in blocks of them, as they are typed: without comment and redirection."""
     found = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for fenced, indented in SHELL.findall(page.read_text()):
-            for line in (fenced or indented).splitlines():
+        for language, fenced, indented in BLOCK.findall(page.read_text()):
+            for line in (fenced or indented).splitlines() if language in SHELLS else ():
                 words = re.split(r"\s+[#>]\s", line.strip())[0]
                 if words.split(" ")[0] in PROGRAMS:
                     found.append((str(page.relative_to(ROOT)), words))

@@ -47,6 +47,8 @@ class Case:
         options: of `transform`; of several `chunk`s each device takes its own.
         data: devices along which the batch is distributed, besides those of the sequence.
         engine: "" or a name in `ENGINES`, over the data devices.
+        accumulate: batches of a step.
+        door: "transform" or "compile".
     """
 
     model: str = "dense"
@@ -56,9 +58,14 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     data: int = 1
     engine: str = ""
+    accumulate: int = 1
+    door: str = "transform"
 
     def __str__(self) -> str:
         more = [f"{k}={v}" for k, v in self.options.items()]
+        more += [f"{self.accumulate} batches"] * (self.accumulate > 1) + ["compiled"] * (
+            self.door == "compile"
+        )
         words = [self.model, self.objective, str(self.tokens), self.padding, self.engine, *more]
         return " ".join(w for w in words if w)
 
@@ -316,10 +323,11 @@ def trained(case: Case, model: nn.Module, part: slice) -> Trained:
     with true_double(model), called() as calls:
         for step in range(STEPS):
             optimizer.zero_grad()
-            inputs = {k: v[part] for k, v in batch(case, step, 2 * case.data).items()}
-            loss = OBJECTIVES[case.objective](model, inputs)
-            loss.backward()
-            found.losses.append(loss.item())
+            for number in range(step, step + case.accumulate):
+                inputs = {k: v[part] for k, v in batch(case, number, 2 * case.data).items()}
+                loss = OBJECTIVES[case.objective](model, inputs)
+                loss.backward()
+                found.losses.append(loss.item())
             optimizer.step()
     for name, parameter in model.named_parameters():
         found.gradients[name] = None if parameter.grad is None else _full(parameter.grad).clone()
@@ -350,13 +358,19 @@ def shared(rank: int, world: int, case: Case) -> Trained:
     with warnings.catch_warnings():
         if not case.model.startswith("unchunked"):
             warnings.simplefilter("error", streambp_fx.StreamBPWarning)
-        streambp_fx.transform(model, mesh=mesh["cp"], **options)
+        run: Any = model
+        if case.door == "compile":
+            given = {k: v for k, v in options.items() if k != "on_error"}
+            run = torch.compile(model, backend="streambp", options={"mesh": mesh["cp"], **given})
+        else:
+            streambp_fx.transform(model, mesh=mesh["cp"], **options)
         mine = mesh["dp"].get_local_rank()
-        run: nn.Module = model
         if case.engine == "ddp":
             run = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         found = trained(case, run, slice(2 * mine, 2 * mine + 2))
-    found.gradients = {k.removeprefix("module."): v for k, v in found.gradients.items()}
+    found.gradients = {
+        k.removeprefix("module.").removeprefix("_orig_mod."): v for k, v in found.gradients.items()
+    }
     schedule = streambp_fx.schedule(model)
     assert schedule is not None
     found.chunked = sum(s.chunked for s in schedule.segments)

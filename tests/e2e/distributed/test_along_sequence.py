@@ -65,6 +65,8 @@ SLOW = [
     Case("experts"),
     Case("alibi", padding="left"),
     Case("lora", options={"every": 2}),
+    Case(accumulate=2, padding="left"),
+    Case("window", door="compile"),
     Case(padding="documents"),
     Case("window", padding="documents"),
     Case("hybrid"),
