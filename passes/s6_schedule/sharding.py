@@ -157,7 +157,8 @@ class _Taking:
         last = {g: k for k in range(len(body)) for g in read[k]}
         for k, instruction in enumerate(body):
             inner = isinstance(instruction, Group | Again)
-            waiting = sorted(g for g in read[_waiting(body, k)] if first[g] > k) if inner else []
+            behind = _waiting(body, k)
+            waiting = [] if behind is None else sorted(g for g in read[behind] if first[g] >= k)
             first.update(dict.fromkeys(waiting, k))
             own = {g for g in read[k] if inner and first[g] == last[g]}  # its instructions take it
             begin = [*waiting, *sorted(g for g in read[k] - own if first[g] == k and g not in waiting)]
@@ -178,10 +179,13 @@ class _Taking:
         return {self.group_of[n] for n in nodes if n in self.group_of}
 
 
-def _waiting(body: Sequence[StepInstruction], place: int) -> int:
-    """Where the backward is that waits for what is run again: it has begun, and has what it reads."""
+def _waiting(body: Sequence[StepInstruction], place: int) -> int | None:
+    """Where the backward is that waits for what is run again: it has begun, and has what it reads.
+
+    None for anything else, and where nothing waits.
+    """
     again = body[place]
     if not isinstance(again, Again):
-        return place
+        return None
     rest = range(place + 1, len(body))
-    return next((k for k in rest if getattr(body[k], "segment", None) == again.segment), place)
+    return next((k for k in rest if getattr(body[k], "segment", None) == again.segment), None)
