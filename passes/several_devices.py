@@ -20,6 +20,7 @@ class SharedGroup:
         gathered_bytes: of all pieces together, padding among them.
         reduced_bytes: of the gradient of each parameter as it is summed over the devices, with its padding;
             none of a group whose gradients are summed in buckets.
+        replicas: how many devices have the same piece; sums of gradients are summed over those as well.
     """
 
     name: str
@@ -28,6 +29,7 @@ class SharedGroup:
     ahead: bool
     gathered_bytes: int
     reduced_bytes: Mapping[Node, int] = field(default_factory=dict)
+    replicas: int = 1
 
 
 @dataclass(frozen=True)

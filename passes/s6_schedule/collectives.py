@@ -5,6 +5,7 @@ It is read from the program, which has each gather and each sum in its place (`s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -69,21 +70,24 @@ class Collective:
         return rounds * self.bytes * (self.devices - 1) // self.devices
 
 
-def collective_of(program: StepProgram, instruction: StepInstruction) -> Collective | None:
-    """What an instruction of a step has the devices do together; None if nothing."""
+def collectives_of(program: StepProgram, instruction: StepInstruction) -> Iterator[Collective]:
+    """What an instruction of a step has the devices do together, one after the other."""
     groups, buckets = program.several.groups, program.several.buckets
     if isinstance(instruction, TakeParameters) and groups and not instruction.there:
         group = groups[instruction.group]
         kind, size = CollectiveKind.ALL_GATHER, group.gathered_bytes
-        return Collective(kind, group.name, group.devices, size, group.ahead, instruction.of_caller)
+        yield Collective(kind, group.name, group.devices, size, group.ahead, instruction.of_caller)
     if isinstance(instruction, ReduceGradients) and instruction.bucket is not None and buckets is not None:
         size = sum(bytes_of(v.node) for v in instruction.inputs if v.node is not None)
         name = f"bucket {instruction.bucket}"
         kind = CollectiveKind.REDUCE_SCATTER if buckets.scattered else CollectiveKind.ALL_REDUCE
-        return Collective(kind, name, buckets.devices, size, buckets.ahead)
+        yield Collective(kind, name, buckets.devices, size, buckets.ahead)
     if isinstance(instruction, ReduceGradients) and instruction.group is not None and groups:
         group = groups[instruction.group]
         size = sum(group.reduced_bytes[v.node] for v in instruction.inputs if v.node is not None)
         caller = instruction.group >= len(groups) - len(program.several.of_caller)
-        return Collective(CollectiveKind.REDUCE_SCATTER, group.name, group.devices, size, group.ahead, caller)
-    return None
+        kind = CollectiveKind.REDUCE_SCATTER
+        yield Collective(kind, group.name, group.devices, size, group.ahead, caller)
+        if group.replicas > 1:
+            kind, size = CollectiveKind.ALL_REDUCE, size // group.devices
+            yield Collective(kind, group.name, group.replicas, size, group.ahead, caller)

@@ -10,7 +10,7 @@ import sympy
 from torch.fx import Node
 
 from ..passes.graph.facts import shape_of, tensors_of
-from ..passes.s6_schedule.collectives import Collective, CollectiveKind, collective_of
+from ..passes.s6_schedule.collectives import Collective, CollectiveKind, collectives_of
 from ..passes.s6_schedule.program import (
     Add,
     Again,
@@ -246,8 +246,7 @@ class StepWalk(ProcedureWalk):
         """They are there in full size, beside the piece of this device, and the next ones on their way."""
         size = sum(self.cost.bytes_of(_node(v), self.sizes) for v in instruction.inputs)
         self.ledger.hold(("group", instruction.group), GATHERED, size)
-        collective = collective_of(self.program, instruction)
-        if collective is not None:
+        for collective in collectives_of(self.program, instruction):
             yield self._together(collective)
             self.ledger.drop("on its way")
             following = self.gathers[(self.phase, instruction.group)] if collective.ahead else None
@@ -270,13 +269,12 @@ class StepWalk(ProcedureWalk):
 
     def _reduce_gradients(self, instruction: ReduceGradients) -> Iterator[Moment]:
         """They are copied into one piece of memory, which is there until the next sum."""
-        collective = collective_of(self.program, instruction)
-        if instruction.group is not None and collective is not None:
-            self.ledger.hold("being summed", SUMMED, collective.bytes)
-        if collective is not None:
-            yield self._together(collective)
-            if not collective.ahead:
-                self.ledger.drop("being summed")
+        found = list(collectives_of(self.program, instruction))
+        if instruction.group is not None and found:
+            self.ledger.hold("being summed", SUMMED, found[0].bytes)
+        yield from map(self._together, found)
+        if found and not found[0].ahead:
+            self.ledger.drop("being summed")
         self.ledger.drop(*(("in full", v.node) for v in instruction.inputs))
 
     def _collect_rows(self, instruction: CollectRows) -> Iterator[Moment]:
@@ -325,7 +323,7 @@ def _followed(program: StepProgram) -> dict[tuple[str, int], int | None]:
     for phase, body in parts.items():
         following = None
         for instruction in reversed(list(flat(body))):
-            collective = collective_of(program, instruction)
+            collective = next(collectives_of(program, instruction), None)
             if collective is not None and isinstance(instruction, TakeParameters):
                 found[(phase, instruction.group)] = following
                 following = collective.bytes

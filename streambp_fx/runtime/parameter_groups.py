@@ -23,6 +23,7 @@ class ParameterGroup(abc.ABC):
         name: of the module that they belong to, for messages.
         of_caller: they are gathered around the call of the whole model, by its own hooks.
         devices: how many store a piece.
+        replicas: how many devices have the same piece.
         in_backward: `before_backward` gathers them.
         stays: what is gathered in the forward is there until the backward has run.
         ahead: the engine gathers the next group while what reads this one still runs.
@@ -31,6 +32,7 @@ class ParameterGroup(abc.ABC):
     name: str
     of_caller: bool
     devices: int
+    replicas: int = 1
     in_backward: bool
     stays: bool
     ahead: bool

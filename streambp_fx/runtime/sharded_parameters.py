@@ -82,6 +82,7 @@ class GraphGroups:
                 ahead=self.read[k].ahead,
                 gathered_bytes=self.read[k].gathered_bytes(),
                 reduced_bytes={given[p]: self._reduced[p] for p in self._all[k] if self._reduced[p]},
+                replicas=self.read[k].replicas,
             )
             for k in numbers
         )

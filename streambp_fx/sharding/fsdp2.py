@@ -81,6 +81,12 @@ class FSDP2Group(ParameterGroup):
         return max((_devices(g) for g in self._groups), default=1)
 
     @property
+    def replicas(self) -> int:  # type: ignore[override]
+        """How many have the same piece (HSDP)."""
+        found = (getattr(g.mesh_info, "replicate_mesh_size", 1) for g in self._groups)
+        return max(map(int, found), default=1)
+
+    @property
     def in_backward(self) -> bool:  # type: ignore[override]
         """False for what `set_unshard_in_backward(False)` was called on."""
         return all(g.unshard_in_backward for g in self._groups)

@@ -16,7 +16,7 @@ from torch.fx import Node
 import streambp_fx
 from streambp_fx.cost.step import StepCost
 from streambp_fx.explain import captured
-from streambp_fx.passes.s6_schedule.collectives import CollectiveKind, collective_of
+from streambp_fx.passes.s6_schedule.collectives import CollectiveKind, collectives_of
 from streambp_fx.passes.s6_schedule.program import StepProgram
 from streambp_fx.planning.engines import Engine
 
@@ -56,8 +56,8 @@ def planned(model: str, engine: str, dtype: torch.dtype = torch.float64) -> Call
 
 def _of(program: StepProgram) -> Called:
     names = {kind: name for name, kind in KINDS.items()}
-    found = (collective_of(program, i) for i in program.instructions())
-    return [(names[c.kind], c.bytes) for c in found if c is not None]
+    found = (c for i in program.instructions() for c in collectives_of(program, i))
+    return [(names[c.kind], c.bytes) for c in found]
 
 
 def run(rank: int, cases: list[tuple[str, str, bool]]) -> list[dict[str, Any]]:

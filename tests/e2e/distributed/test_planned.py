@@ -53,6 +53,14 @@ def test_seldom(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_replicas(tmp_path: Path) -> None:
+    """Of four devices two have the same pieces: what is scattered among two is summed over the others."""
+    for ((found,),) in zip(in_processes(tmp_path, 4, run, [("tied", "replicated", True)]), strict=True):
+        assert Counter(found["called"]) == Counter(found["said"])
+        assert Counter(kind for kind, _ in found["said"]) == {"gather": 7, "scatter": 4, "reduce": 4}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(stage: int, tmp_path: Path) -> None:
     """Buckets are larger than the model; at the end the weights that were changed are gathered."""

@@ -14,7 +14,7 @@ from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.s3_cut.policy import Policy
 from streambp_fx.passes.s6_schedule.build import schedule
 from streambp_fx.passes.s6_schedule.checker import UnsoundStep, check_step
-from streambp_fx.passes.s6_schedule.collectives import Collective, CollectiveKind, collective_of
+from streambp_fx.passes.s6_schedule.collectives import Collective, CollectiveKind, collectives_of
 from streambp_fx.passes.s6_schedule.program import (
     GiveBackParameters,
     ReduceGradients,
@@ -125,7 +125,7 @@ def test_text_with_an_engine(name: str) -> None:
 
 
 def collectives(step: StepProgram) -> list[Collective]:
-    return [c for i in step.instructions() if (c := collective_of(step, i)) is not None]
+    return [c for i in step.instructions() for c in collectives_of(step, i)]
 
 
 def test_collectives() -> None:
