@@ -39,7 +39,9 @@ def goes_on_behind() -> str | None:
 
 def has_checkpoints(module: GraphModule) -> bool:
     """True for a graph with a checkpointed region, which it may run otherwise than eager does."""
-    return any(n.target is torch.ops.higher_order.tag_activation_checkpoint for n in module.graph.nodes)
+    regions = torch.ops.higher_order.tag_activation_checkpoint
+    graphs = (m.graph for m in module.modules() if isinstance(m, GraphModule))
+    return any(n.target is regions for graph in graphs for n in graph.nodes)
 
 
 def leave_to_python(why: str, needed: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..backend import compile_graph
-from ..dynamo.this_backend import MARK
+from ..dynamo.this_backend import MARK, has_checkpoints
 from ..models.checkpointing import layers_of
 from ..models.nested_models import is_of_transformers
 from ..options import Options
@@ -73,8 +73,13 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
     otherwise = None
     if owner.may_checkpoint():
         otherwise = Otherwise(_not_streamed, layers_of(owner.model))
-    elif owner.sharded is not None or is_of_transformers(owner.model, owner.original):
-        # a captured graph of transformers makes masks that eager does not
+    elif (
+        owner.sharded is not None
+        or is_of_transformers(
+            owner.model, owner.original
+        )  # its captured graph makes masks that eager does not
+        or has_checkpoints(module)
+    ):
         otherwise = Otherwise(_not_streamed)
     dims, sharded = owner.sequence_dims, owner.sharded
     found = compile_graph(

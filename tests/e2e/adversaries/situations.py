@@ -244,6 +244,14 @@ def a_checkpoint_that_is_given_no_gradient(m: Subject, x: Tensor, ids: Tensor) -
     return x + m.lin2(x) + checkpoint(lambda y: m.lin(y), x.detach(), use_reentrant=True)
 
 
+@CASES.block(WHATEVER)
+def a_checkpoint_that_is_given_no_gradient_beside_a_hook(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The hook is why the graph is not streamed; run as it is, it would make that gradient all the same."""
+    h = m.lin2(x)
+    h.register_hook(lambda g: 2 * g)
+    return x + h + checkpoint(lambda y: m.lin(y), x.detach(), use_reentrant=True)
+
+
 @CASES.scenario(WHATEVER, block=plain)
 def a_wrapper_around_the_call(m: Any, call: Any, record: Record) -> None:
     class Wrapper(nn.Module):
