@@ -75,10 +75,9 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
         otherwise = Otherwise(_not_streamed, layers_of(owner.model))
     elif (
         owner.sharded is not None
-        or is_of_transformers(
-            owner.model, owner.original
-        )  # its captured graph makes masks that eager does not
         or has_checkpoints(module)
+        # a captured graph of transformers makes masks that eager does not
+        or is_of_transformers(owner.model, owner.original)
     ):
         otherwise = Otherwise(_not_streamed)
     dims, sharded = owner.sequence_dims, owner.sharded
