@@ -18,7 +18,7 @@ from ..options import Options
 from ..runtime.parameter_groups import ShardedParameters
 from ..runtime.step_counts import StepCounts
 from ..schedule import Schedule
-from ..unstreamed import Otherwise, Unstreamed
+from ..unstreamed import Otherwise
 
 
 class Captured(Protocol):
@@ -81,7 +81,7 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
     ):
         otherwise = Otherwise(_not_streamed)
     dims, sharded = owner.sequence_dims, owner.sharded
-    found = compile_graph(
+    return compile_graph(
         module,
         example_inputs,
         options,
@@ -91,9 +91,6 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
         sharded=sharded,
         counts=owner.counts,
     )
-    if isinstance(found, Unstreamed) and found.in_python:
-        return dataclasses.replace(found, run=_not_streamed)
-    return found
 
 
 class NotStreamed(Exception):
