@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from distributed_cases import unchunked_attention
+from distributed_cases import unchunked_attention, with_adapters
 from in_processes import called
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -222,21 +222,10 @@ def _alibi() -> nn.Module:
     return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
 
 
-def _lora() -> nn.Module:
-    import peft
-
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(_dense(), settings)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dense": _dense,
     "alibi": _alibi,
-    "lora": _lora,
+    "lora": lambda: with_adapters(_dense()),
     "tied": _tied,
     "eager": _eager_attention,
     "window": _window,

@@ -98,11 +98,12 @@ def _experts() -> nn.Module:
     return model
 
 
-def _lora() -> nn.Module:
+def with_adapters(model: nn.Module) -> nn.Module:
+    """The model with LoRA."""
     import peft
 
     settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(_llama(), settings)
+    model = peft.get_peft_model(model, settings)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -135,7 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "wide": lambda: _llama(hidden_size=128, intermediate_size=256),  # more than a bucket of one MiB
     "window": _window,
     "experts": _experts,
-    "lora": _lora,
+    "lora": lambda: with_adapters(_llama()),
     "unchunked attention": lambda: unchunked_attention(_llama()),
 }
 
@@ -291,7 +292,7 @@ def train(case: Case, rank: int, streamed: bool) -> dict[str, Any]:
         collectives.append(dict(found))
         optimizer.step()
         optimizer.zero_grad()
-    parameters = {n: _full(p) for n, p in model.named_parameters() if p.requires_grad}
+    parameters = {n: full(p) for n, p in model.named_parameters() if p.requires_grad}
     return {"losses": losses, "collectives": collectives, "parameters": parameters, "model": model}
 
 
@@ -305,7 +306,7 @@ def _accumulate(model: nn.Module, batch: dict[str, Any], last: bool) -> float:
     return float(loss.detach())
 
 
-def _full(parameter: torch.Tensor) -> torch.Tensor:
+def full(parameter: torch.Tensor) -> torch.Tensor:
     value = parameter.detach()
     return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
 

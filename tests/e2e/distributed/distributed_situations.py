@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from distributed_cases import BATCHES, ENGINES, MODELS, Case, fsdp1, train
+from distributed_cases import BATCHES, ENGINES, MODELS, Case, fsdp1, full, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
@@ -272,16 +273,14 @@ def _in_steps(model: nn.Module, rank: int, batch: str, steps: int = 2) -> list[t
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    return [
-        *found,
-        *(p.detach().full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()),
-    ]
+    return [*found, *map(full, model.parameters())]
 
 
 def _engine(name: str, model: str = "dense") -> Any:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    return ENGINES[name](MODELS[model]().to(torch.float64).train())
+    made = MODELS[model]().to(torch.float64).train()
+    return made if name == "none" else ENGINES[name](made)
 
 
 def ranks_that_differ(rank: int) -> None:
@@ -315,6 +314,17 @@ def cut_at_buckets(rank: int) -> None:
         compiled(**BATCHES["even"](rank, 0))
 
 
+def _says_why(wrapped: Callable[[nn.Module], nn.Module], rank: int, words: str) -> None:
+    """A model that an engine has wrapped runs unstreamed, with a warning."""
+    expected = _in_steps(wrapped(_engine("none")), rank, "ragged")
+    model = _engine("none")
+    run = wrapped(model)
+    streambp_fx.transform(model, chunk=8)
+    with pytest.warns(streambp_fx.StreamBPWarning, match=words):
+        found = _in_steps(run, rank, "ragged")
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def tensor_parallel(rank: int) -> None:
     """It is not streamed, and says so."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -324,39 +334,24 @@ def tensor_parallel(rank: int) -> None:
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(),
     }
-    mesh, found = dist.init_device_mesh("cpu", (dist.get_world_size(),)), []
-    for streamed in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = MODELS["dense"]().to(torch.float64).train()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def wrapped(model: nn.Module) -> nn.Module:
         for layer in model.model.layers:
             parallelize_module(layer, mesh, plan)
-        if streamed:
-            streambp_fx.transform(model, chunk=8)
-            with pytest.warns(streambp_fx.StreamBPWarning, match="tensor parallelism"):
-                found.append(_in_steps(model, 0, "ragged"))
-        else:
-            found.append(_in_steps(model, 0, "ragged"))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+        return model
+
+    _says_why(wrapped, 0, "tensor parallelism")
 
 
 def fsdp1_layers(rank: int) -> None:
     """Neither are layers that FSDP1 wraps."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    found = []
-    for streamed in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = MODELS["dense"]().to(torch.float64).train()
-        wrapped = fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}))
-        if streamed:
-            streambp_fx.transform(model, chunk=8)
-            with pytest.warns(streambp_fx.StreamBPWarning, match="fully_shard"):
-                found.append(_in_steps(wrapped, rank, "ragged"))
-        else:
-            found.append(_in_steps(wrapped, rank, "ragged"))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    def wrapped(model: nn.Module) -> nn.Module:
+        return fsdp1(model, auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}))
+
+    _says_why(wrapped, rank, "fully_shard")
 
 
 SITUATIONS = (
