@@ -33,6 +33,7 @@ from .dynamo.skipped_frames import warn_of_skipped_frames
 from .dynamo.this_backend import (
     MARK,
     has_checkpoints,
+    has_cut_checkpoints,
     is_cut_at_buckets,
     leave_to_python,
     modules_of_frame,
@@ -121,7 +122,7 @@ def streambp(
     except (ValueError, CompileError) as error:
         raise unwrapped(error) from error.__cause__
     if isinstance(found, Unstreamed) and (found.in_python or has_checkpoints(module)):
-        leave_to_python(found.why, found.in_python)
+        leave_to_python(found.why, found.in_python or has_cut_checkpoints(module))
     return with_ranges(module, found)
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.backends import distributed
 from torch._dynamo.exc import ShortenTraceback, SkipFrame
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CaptureError
@@ -39,9 +39,30 @@ def goes_on_behind() -> str | None:
 
 def has_checkpoints(module: GraphModule) -> bool:
     """True for a graph with a checkpointed region, which it may run otherwise than eager does."""
+    return any(True for _ in _checkpoints(module))
+
+
+def has_cut_checkpoints(module: GraphModule) -> bool:
+    """True for a graph with a checkpointed region whose parameters eager leaves without a gradient.
+
+    That is what `use_reentrant=True` means where a region is given nothing that has a gradient. The graph of
+    the region gives them one.
+    """
+    reentrant = (n for n in _checkpoints(module) if n.kwargs.get("use_reentrant"))
+    return any(not any(map(_has_gradient, n.args[1:])) for n in reentrant)
+
+
+def _checkpoints(module: GraphModule) -> Iterator[Node]:
+    """The checkpointed regions of a graph, and those within them."""
     regions = torch.ops.higher_order.tag_activation_checkpoint
     graphs = (m.graph for m in module.modules() if isinstance(m, GraphModule))
-    return any(n.target is regions for graph in graphs for n in graph.nodes)
+    return (n for graph in graphs for n in graph.nodes if n.target is regions)
+
+
+def _has_gradient(operand: Any) -> bool:
+    """True for a value that is known to have a gradient and is no parameter: regions read those."""
+    value = operand.meta.get("example_value") if isinstance(operand, Node) else None
+    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
 
 
 def leave_to_python(why: str, needed: bool) -> None:

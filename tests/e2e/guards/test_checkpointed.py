@@ -14,6 +14,7 @@ from e2e_models import build as dense
 from e2e_models import plain, set_dropout
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import streambp_fx
 from benchmarks.families.configs import build
@@ -153,3 +154,46 @@ def test_what_was_on_stays_on() -> None:
     with layers_checkpointed(model):
         pass
     assert {n: dict(vars(m)) for n, m in model.named_modules()} == known
+
+
+class Regions(nn.Module):
+    """Not streamed because of a hook; its regions are given rows with or without a gradient."""
+
+    def __init__(self, detached: bool, nested: bool = False) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.detached, self.nested = detached, nested
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.embed(ids))
+        x.register_hook(lambda g: 2 * g)
+        return self.outer(x).square().mean()
+
+    def outer(self, x: Tensor) -> Tensor:
+        if self.nested:
+            return checkpoint(self.region, x, use_reentrant=False)
+        return self.region(x)
+
+    def region(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.second, x.detach() if self.detached else x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_one_graph_gives_no_gradient_that_eager_does_not(nested: bool) -> None:
+    """Eager leaves None where a reentrant region is given nothing with a gradient; Dynamo does not."""
+    ids = torch.arange(26).remainder(13).view(2, 13)
+    given = Regions(detached=False, nested=nested).double()
+    call = torch.compile(copy.deepcopy(given), backend="streambp", options={"chunk": 4}, fullgraph=True)
+    with UNSTREAMED:
+        call(ids).backward()
+    given(ids).backward()
+    assert all(
+        torch.allclose(p.grad, q.grad) for p, q in zip(given.parameters(), call.parameters(), strict=True)
+    )
+
+    torch._dynamo.reset()
+    call = torch.compile(
+        Regions(detached=True, nested=nested), backend="streambp", options={"chunk": 4}, fullgraph=True
+    )
+    with UNSTREAMED, pytest.raises(streambp_fx.CaptureError, match="fullgraph=True, which allows no Python"):
+        call(ids)
