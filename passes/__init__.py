@@ -41,6 +41,7 @@ from .s1_capture.capture import capture
 from .s1_capture.normalize import normalize
 from .s1_capture.selected_rows.grouping import row_selections
 from .s2_prove.axes import axes, check_sequence
+from .s2_prove.branches import branches
 from .s2_prove.footprints import footprints
 from .s2_prove.trained_bias import trained_bias
 from .s3_cut.lazy_outputs import lazy_outputs
@@ -90,6 +91,12 @@ PASSES: tuple[GraphPass, ...] = (
         "trained_bias",
         "a trained bias of rows and columns is made by each attention that reads it",
         lambda graph, _: trained_bias(graph),
+        needs=("normal form",),
+    ),
+    Pass(
+        "branches",
+        "branches on data that change only the rows that are asked about are always taken",
+        lambda graph, _: branches(graph),
         needs=("normal form",),
     ),
     Pass(

@@ -19,7 +19,7 @@ from .passes.graph.facts import Facts
 from .passes.s3_cut.policy import Policy, candidates
 from .passes.s6_schedule.step_parts import StepParts
 from .runtime.executor import Executor, tokens_of
-from .runtime.sharded_parameters import GraphGroups
+from .runtime.several_devices.sharded_parameters import GraphGroups
 from .runtime.step_kinds import StepKind
 from .runtime.written_inputs import WrittenInputs
 from .units import readable

@@ -21,6 +21,7 @@ from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
 from .dynamo.attribute_stores import keep_attribute_stores
+from .dynamo.branches import end_graphs_at_branches, watch_branches
 from .dynamo.each_frame import end_graphs_at_numbers, watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import IN_FORWARD_MODE, MAY_CHANGE, guard_hooks, hook_on_saved_tensors, is_forward_mode
@@ -32,11 +33,11 @@ from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_float
 from .dynamo.skipped_frames import warn_of_skipped_frames
 from .dynamo.this_backend import (
     MARK,
-    has_checkpoints,
     has_cut_checkpoints,
     is_cut_at_buckets,
     leave_to_python,
     modules_of_frame,
+    runs_better_in_python,
     unwrapped,
 )
 from .errors import CompileError, warn
@@ -48,7 +49,7 @@ from .models.traced_calls import in_the_words_of_the_model
 from .options import Options
 from .passes import PassError, analyze
 from .passes.graph.facts import Facts
-from .passes.graph.functionalization import CheckpointedError, NotPureError, NumberError
+from .passes.graph.functionalization import BranchError, CheckpointedError, NotPureError, NumberError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
@@ -56,9 +57,9 @@ from .passes.s1_capture.loops.scans import refuse_loops, with_plain_loops
 from .passes.s1_capture.sequence_length import find_lengths, where_read
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
-from .runtime.parameter_groups import ShardedParameters
 from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
-from .runtime.sharded_parameters import GraphGroups
+from .runtime.several_devices.parameter_groups import ShardedParameters
+from .runtime.several_devices.sharded_parameters import GraphGroups
 from .runtime.step_counts import GraphCounts, StepCounts, parameters_of, those_of
 from .runtime.step_kinds import StepKind
 from .schedule import Schedule
@@ -121,7 +122,7 @@ def streambp(
         found = compile_graph(module, example_inputs, parsed)
     except (ValueError, CompileError) as error:
         raise unwrapped(error) from error.__cause__
-    if isinstance(found, Unstreamed) and (found.in_python or has_checkpoints(module)):
+    if isinstance(found, Unstreamed) and (found.in_python or runs_better_in_python(module)):
         leave_to_python(found.why, found.in_python or has_cut_checkpoints(module))
     return with_ranges(module, found)
 
@@ -148,6 +149,7 @@ watch_frames(
     lambda frame, compiled: with_compared_loops(frame, lambda: in_the_words_of_the_model(frame, compiled))
 )
 watch_calls(refuse_loops)
+watch_branches()
 
 
 def compile_graph(
@@ -393,10 +395,14 @@ class CompiledGraph:
         except PassError as error:
             if isinstance(error.cause, NumberError):
                 end_graphs_at_numbers()  # does not return if they may
+            if isinstance(error.cause, BranchError):
+                end_graphs_at_branches()  # likewise
             if isinstance(error.cause, NotPureError):
                 line = f" ({source_line(error.cause.node)})" if error.cause.node is not None else ""
                 found = self._instead(f"the model runs unstreamed: {error.cause.reason}{line}")
-                return dataclasses.replace(found, in_python=isinstance(error.cause, CheckpointedError))
+                return dataclasses.replace(
+                    found, in_python=isinstance(error.cause, (CheckpointedError, BranchError))
+                )
             raise compile_error(error) from error
         long = self.otherwise.is_better(facts)
         if long is not None:

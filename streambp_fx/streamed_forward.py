@@ -47,8 +47,8 @@ from .models.recorded_outputs import collector_kept
 from .models.recurrences import declare_recurrences
 from .models.unread_logits import rebuilt, vocabularies, without_lazy, without_logits
 from .options import Options
-from .runtime.parameter_groups import NotSupported, ShardedParameters
 from .runtime.segments import dispatch_modes
+from .runtime.several_devices.parameter_groups import NotSupported, ShardedParameters
 from .schedule import Schedule
 from .sharding import sharded_parameters
 from .show.progress import announced, seconds_to_compile

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ..graph.recurrence import KERNELS
+from ..graph.ops.recurrence import KERNELS
 
 
 class LiveBytes(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
 
 from ..graph.facts import expression, tensors_of
-from ..graph.recurrence import KERNELS, RECURRENCE_KEPT
+from ..graph.ops.recurrence import KERNELS, RECURRENCE_KEPT
 from .recurrences import inner_bytes, inner_work, kept_bytes
 from .storages import Storages
 from .work import Work, total, work_of_node

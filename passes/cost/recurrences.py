@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
-from ..graph.recurrence import KERNELS, RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCES
+from ..graph.ops.recurrence import KERNELS, RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCES
 from ..graph.symbols import in_numbers
 from .live_bytes import LiveBytes
 from .work import Work

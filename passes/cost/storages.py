@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from ..graph.facts import tensors_of
 from ..graph.functionalization import written_operands
-from ..graph.recurrence import RECURRENCE_KEPT_VJP
+from ..graph.ops.recurrence import RECURRENCE_KEPT_VJP
 
 Bytes = TypeVar("Bytes")
 

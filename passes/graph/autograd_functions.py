@@ -37,6 +37,7 @@ from .functionalization import (
     drops_nothing,
     unwrapped,
 )
+from .ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE, asked_by
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -168,6 +169,10 @@ class Retrace(Interpreter):
             raise
         self.memory.see(result)
         self.memory.check(given, n)
+        if n.target in (PREDICATE, PREDICATE_OF_SIZE):
+            self.memory.begin_body(n)
+        elif n.target is BRANCH:
+            self.memory.end_body(asked_by(n))
         if any(map(_is_hooked, (v.tensor for v in given))):
             raise HookError("a hook on the gradient of a value is registered in the forward", n)
         self.done += 1

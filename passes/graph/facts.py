@@ -217,8 +217,8 @@ class NotSeparable(Exception):
 class Facts:
     """Everything the passes have proved about one graph.
 
-    `guards`, `values`, `sequence`, `parameters`, `differentiable`, `opaque`, `written` and `laid_out` are
-    those of the captured graph.
+    `guards`, `values`, `sequence`, `parameters`, `differentiable`, `opaque`, `written`, `laid_out`, `asked`
+    and `where_asked` are those of the captured graph.
     """
 
     module: GraphModule
@@ -230,6 +230,8 @@ class Facts:
     opaque: dict[Node, str] = field(default_factory=dict)
     written: list[Node] = field(default_factory=list)
     laid_out: set[Node] = field(default_factory=set)
+    asked: list[Node] = field(default_factory=list)
+    where_asked: dict[Node, frozenset[frozenset[int]]] = field(default_factory=dict)
     kinds: dict[Node, Kind] = field(default_factory=dict)
     layouts: dict[Node, Layout | None] = field(default_factory=dict)
     local: dict[Node, LocalValue] = field(default_factory=dict)
@@ -262,13 +264,19 @@ class Facts:
 
     @property
     def results(self) -> list[Any]:
-        """What the graph returns: the model's outputs, then the new values of `written`."""
+        """What the graph returns: the model's outputs, the new values of `written`, then `asked`."""
         return list(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
     def outputs(self) -> list[Any]:
         """What the model returns: nodes, numbers and None."""
-        return self.results[: len(self.results) - len(self.written)]
+        return self.results[: len(self.results) - len(self.written) - len(self.asked)]
+
+    @property
+    def new_values(self) -> list[Any]:
+        """The results that are the new values of `written`."""
+        count = len(self.outputs)
+        return self.results[count : count + len(self.written)]
 
     def kind(self, node: Node) -> Kind:
         """The kind of a node; a KeyError if it has none yet."""
@@ -396,6 +404,9 @@ class CapturedGraph:
         written: placeholders of inputs that the model changes in place. Their new values are the graph's last
             outputs; the graph itself changes nothing.
         laid_out: placeholders that are taken to be contiguous, whatever the input is.
+        asked: what branches on data ask, results without dims, bool; the last outputs, behind `written`.
+        where_asked: placeholders that have a gradient only where all predicates of one of these sets hold, by
+            their number in `asked`.
     """
 
     module: torch.fx.GraphModule
@@ -408,3 +419,5 @@ class CapturedGraph:
     opaque: dict[torch.fx.Node, str] = field(default_factory=dict)
     written: list[torch.fx.Node] = field(default_factory=list)
     laid_out: set[torch.fx.Node] = field(default_factory=set)
+    asked: list[torch.fx.Node] = field(default_factory=list)
+    where_asked: dict[torch.fx.Node, frozenset[frozenset[int]]] = field(default_factory=dict)

@@ -59,6 +59,10 @@ class NumberError(NotPureError):
     """A number is taken from the values of a tensor, which a shorter graph would be given."""
 
 
+class BranchError(NotPureError):
+    """Python asks the values of a tensor what to do, and what it does cannot be done whatever they are."""
+
+
 class HookError(NotPureError):
     """The graph registers a hook on the gradient of a value."""
 
@@ -96,6 +100,7 @@ class Memory:
     def __init__(self) -> None:
         self.changed = False
         self._seen: dict[int, _Seen] = {}
+        self._bodies: list[tuple[Node, set[int]]] = []
 
     def versions(self, values: Any) -> list[Version]:
         """The tensors among arguments of an op, as they are before it."""
@@ -120,12 +125,19 @@ class Memory:
 
         Raises:
             MutationError: the op changed a tensor that has a gradient, and autograd did not see it.
+            BranchError: it stands in the body of a branch, and changed a tensor from outside of it.
         """
         for was in before:
             value = was.tensor
             if value._version == was.number:
                 continue
             self.changed = True
+            if any(_storage(value) in outside for _, outside in self._bodies):
+                raise BranchError(
+                    "its code asks the values of a tensor whether to change another one in place, which it "
+                    "does by a name that is not seen to change",
+                    node,
+                )
             recorded = torch.is_grad_enabled() and value.requires_grad and not was.is_parameter
             others = [t for t in self._sharing(value) if not (recorded and _base(t) is _base(value))]
             begins = recorded and not was.requires_grad
@@ -135,6 +147,19 @@ class Memory:
                     "(under no_grad, or through detach)",
                     node,
                 )
+
+    def begin_body(self, predicate: Node) -> None:
+        """From here on the body of a branch runs, which must change nothing in place that is there now.
+
+        Args:
+            predicate: what the branch asks.
+        """
+        self._bodies.append((predicate, {seen.storage for seen in self._seen.values()}))
+
+    def end_body(self, predicate: Node) -> None:
+        """The body of the branch is done, and so are those within it."""
+        known = [k for k, (node, _) in enumerate(self._bodies) if node is predicate]
+        del self._bodies[known[0] if known else len(self._bodies) :]
 
     def _sharing(self, value: Tensor) -> list[Tensor]:
         storage = _storage(value)
@@ -225,11 +250,20 @@ def _touches_operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     operands = [v for v in pytree.tree_leaves(given) if isinstance(v, Tensor)]
     if not operands:
         return False
-    with disable_functional_mode(), disable_proxy_modes_tracing(), torch.no_grad(), _Changes() as changes:
+    tried = disable_functional_mode(), disable_proxy_modes_tracing(), torch.no_grad(), _no_new_sizes(operands)
+    with contextlib.ExitStack() as stack, _Changes() as changes:
+        for one in tried:
+            stack.enter_context(one)
         found = func(*given[0], **given[1])
     storages = {_storage(v) for v in operands}
     made = {_storage(v) for v in pytree.tree_leaves(found) if isinstance(v, Tensor)}
     return bool(storages & (made | changes.storages))
+
+
+def _no_new_sizes(operands: list[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Within: sizes that values would say are those of an op that is only tried, and are not waited for."""
+    env = next((v.fake_mode.shape_env for v in operands if isinstance(v, fake_tensor.FakeTensor)), None)
+    return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
 
 
 class _Changes(TorchDispatchMode):

@@ -7,7 +7,7 @@ import re
 import torch
 
 # Where functions are that stand between a model and its ops: it is the model's line that is wanted.
-STANDS_IN = ("/streambp_fx/models/", "/torch/nn/attention/")
+STANDS_IN = ("/streambp_fx/models/", "/streambp_fx/dynamo/", "/torch/nn/attention/")
 IN_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]")
 
 

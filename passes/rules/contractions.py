@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
 from ..graph.facts import (
     COLUMN_AXIS,
     ROW_AXIS,
@@ -22,6 +21,7 @@ from ..graph.facts import (
     shape_of,
 )
 from ..graph.op_arguments import arguments, sdpa_arguments
+from ..graph.ops.causal_convolution import CAUSAL_CONV1D, rows_before
 from .registry import RuleContext, forbid, merge_aligned, rule
 
 aten = torch.ops.aten

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.causal_convolution import CHANNELS_APART
 from ..graph.facts import Axis, Layout, Mixing, NotSeparable, Reach
-from ..graph.recurrence import RECURRENCE, RECURRENCES
+from ..graph.ops.causal_convolution import CHANNELS_APART
+from ..graph.ops.recurrence import RECURRENCE, RECURRENCES
 from .registry import RuleContext, forbid, rule
 
 

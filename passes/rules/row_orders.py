@@ -24,7 +24,7 @@ from torch.fx import Node
 from ..graph.facts import Kind, Layout, Local, LocalValue, NotSeparable, Role, expression, shape_of
 from ..graph.op_arguments import arguments
 from .registry import RuleContext, about, local_rule, normalize_dim, rows_of, rule
-from .row_selections import indexed, put_at_several
+from .row_selections import indexed, is_one_of_a_row, put_at_several
 
 aten = torch.ops.aten
 #: Integers up to here are exact in float32, and bins of `histc` of width 1 - 1/n hold one of them each.
@@ -302,7 +302,7 @@ def _brought_back(ctx: RuleContext, node: Node, base: Any, at: Any, rows: Any, a
     """
     found = about(ctx, at, Local.POSITIONS)
     given, own = rows_of(ctx, rows), shape_of(node)
-    distinct = found.covers or (found.selected and ctx.rank(found.keys) == 1)
+    distinct = found.covers or (found.selected and is_one_of_a_row(ctx, found.keys))
     if not adds and not distinct:
         raise NotSeparable("several rows may be put at one position")
     if not given or given[0] != found.sorted_axis or len(given) != len(own) or shape_of(rows)[1:] != own[1:]:

@@ -19,6 +19,8 @@ from .registry import RuleContext, about, local_rule, rows_of, rule
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")
 _LIBRARY.define("positions_where(Tensor mask, int dim) -> Tensor")
 _LIBRARY.define("other_indices_where(Tensor mask, Tensor positions, int dim) -> Tensor")
+# Set on a mask that is an operand of a selection.
+ONE_OF_A_ROW = "one_of_a_row"
 positions_where = torch.ops.streambp_fx.positions_where.default
 other_indices_where = torch.ops.streambp_fx.other_indices_where.default
 
@@ -66,6 +68,11 @@ def other_indices(ctx: RuleContext, node: Node) -> Layout:
         raise NotSeparable("rows that another mask selects")
     ctx.seen.add(mask)  # type: ignore[arg-type]
     return (found.sorted_axis,)
+
+
+def is_one_of_a_row(ctx: RuleContext, mask: Any) -> bool:
+    """True for a mask that has one entry for each row, or is known to be true at one of them at most."""
+    return ctx.rank(mask) == 1 or mask.meta.get(ONE_OF_A_ROW, False)
 
 
 def indexed(ctx: RuleContext, node: Node) -> Layout:

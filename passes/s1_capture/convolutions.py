@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D, CHANNELS_APART
 from ..graph.facts import shape_of
 from ..graph.op_arguments import arguments
-from ..graph.recurrence import RECURRENCE
+from ..graph.ops.causal_convolution import CAUSAL_CONV1D, CHANNELS_APART
+from ..graph.ops.recurrence import RECURRENCE
 from .normalize import insert, is_beginning, rewrite
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.recurrence import RECURRENCE_LAST
+from ..graph.ops.recurrence import RECURRENCE_LAST
 from .block_tables import without_tables
 from .flex_attention import FLEX, replaced_attention
 from .loops.scans import SCAN, replaced_scan

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.facts import expression
-from ..graph.recurrence import RECURRENCE, RECURRENCES
+from ..graph.ops.recurrence import RECURRENCE, RECURRENCES
 from ..graph.sources import source_name
 from ..graph.symbols import Lengths, values_of
 

@@ -53,6 +53,7 @@ def axes(captured: CapturedGraph, merged: Mapping[Node, Layout] | None = None) -
     facts = Facts(captured.module, captured.sequence, captured.parameters, captured.differentiable)
     facts.guards, facts.values, facts.opaque = captured.guards, captured.values, dict(captured.opaque)
     facts.written, facts.laid_out = captured.written, captured.laid_out
+    facts.asked, facts.where_asked = captured.asked, captured.where_asked
     context, gradients = RuleContext(facts), GradientEdges(facts.values)
     for node in facts.nodes:
         if node.op == "output":
@@ -71,7 +72,7 @@ def axes(captured: CapturedGraph, merged: Mapping[Node, Layout] | None = None) -
         if node in facts.local:  # made by each chunk, though it may have no rows
             facts.kinds[node] = Kind.STREAM
     facts.needs_grad = _reached_by_gradients(facts)
-    for node, value in zip(facts.written, facts.results[len(facts.outputs) :], strict=True):
+    for node, value in zip(facts.written, facts.new_values, strict=True):
         if value in facts.needs_grad:
             raise MutationError(f"the input {path(node)!r} is changed to a value that has a gradient")
     refuse_weights(facts)

@@ -30,7 +30,7 @@ from ..graph.facts import (
     tensors_of,
 )
 from ..graph.op_arguments import sdpa_arguments
-from ..graph.recurrence import RECURRENCE
+from ..graph.ops.recurrence import RECURRENCE
 from ..graph.sources import source_line
 from ..graph.subgraph import made_of
 from ..rules import Rule, RuleContext, forbid, merge_aligned, rule_for

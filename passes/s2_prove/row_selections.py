@@ -17,10 +17,11 @@ from ..graph.facts import CapturedGraph, Facts, Layout, NotSeparable
 from ..graph.fake_values import Environment
 from ..graph.tracing import trace
 from ..rules.row_orders import SAME_ENTRIES
-from ..rules.row_selections import other_indices_where, positions_where
+from ..rules.row_selections import ONE_OF_A_ROW, other_indices_where, positions_where
 from ..s1_capture.normalize import normalize
 from ..s1_capture.selected_rows.op import RowSelection
 from .autograd_function_rows import FunctionCall, check_rows
+from .emptiness import is_one_of_distinct
 
 aten = torch.ops.aten
 WHAT = "rows that are selected by their values"
@@ -56,8 +57,9 @@ class SelectionCall:
         )
         self.merged: dict[Node, Layout] = {}
         placeholders = (n for n in captured.module.graph.nodes if n.op == "placeholder")
-        for placeholder, value, layout in zip(placeholders, given, layouts, strict=True):
+        for operand, placeholder, value, layout in zip(node.args, placeholders, given, layouts, strict=True):
             placeholder.meta.setdefault("val", value)
+            placeholder.meta[ONE_OF_A_ROW] = is_one_of_distinct(operand)
             captured.differentiable.add(placeholder)  # data as well: a chunk has its own
             if layout is not None:
                 self.merged[placeholder] = FunctionCall.translated(layout, theirs)

@@ -15,9 +15,9 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from ..graph.causal_convolution import CHANNELS_APART
 from ..graph.facts import Facts, Kind, Reach, Segment, operands, shape_of, tensors_of
-from ..graph.recurrence import RECURRENCE
+from ..graph.ops.causal_convolution import CHANNELS_APART
+from ..graph.ops.recurrence import RECURRENCE
 from ..masks.analysis import can_materialize
 from ..rules import places
 from ..rules.contractions import aten

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D, rows_before
 from ..graph.facts import (
     Axis,
     Facts,
@@ -29,7 +28,8 @@ from ..graph.facts import (
     tensors_of,
 )
 from ..graph.op_arguments import sdpa_arguments
-from ..graph.recurrence import RECURRENCE, RECURRENCES
+from ..graph.ops.causal_convolution import CAUSAL_CONV1D, rows_before
+from ..graph.ops.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
 from ..s1_capture.products import grouped_source, one_for_each
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.causal_convolution import CAUSAL_CONV1D, causal_conv1d, rows_before
 from ..graph.facts import Axis, Facts, Layout, Mask, Role, tensors_of
 from ..graph.op_arguments import arguments, sdpa_arguments
-from ..graph.recurrence import RECURRENCE
+from ..graph.ops.causal_convolution import CAUSAL_CONV1D, causal_conv1d, rows_before
+from ..graph.ops.recurrence import RECURRENCE
 from ..rules.op_sets import EXPANDS, RESHAPES
 from ..rules.pointwise import LIKE_ANOTHER
 from .attention_kernels import AttentionBlock, choose

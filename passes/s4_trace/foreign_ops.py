@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..graph.determinism import TAGGED
 from ..graph.functionalization import in_memory_of_their_own
-from ..graph.recurrence import autograd_in_kernel
+from ..graph.ops.recurrence import autograd_in_kernel
 
 # What op is called, with which arguments beside tensors, by the number that a program has for it.
 _calls: list[Callable[[Sequence[Tensor]], Any]] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph.recurrence import RECURRENCE_STEP, RECURRENCE_VJP
+from ..graph.ops.recurrence import RECURRENCE_STEP, RECURRENCE_VJP
 
 
 class RecurrenceRows(torch.autograd.Function):

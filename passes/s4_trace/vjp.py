@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..graph.facts import Facts, Mask, Segment
-from ..graph.recurrence import RECURRENCE_STEP
+from ..graph.ops.recurrence import RECURRENCE_STEP
 from ..graph.symbols import SymbolTable, compiled, new_fake_mode
 from ..graph.tracing import trace
 from ..step.instructions import BufferKind

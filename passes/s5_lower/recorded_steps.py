@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from ..cost.program import tensor_bytes
 from ..cost.recurrences import kept_and_inner_bytes_at
 from ..cost.storages import Storages
-from ..graph.recurrence import RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCE_STEP, RECURRENCE_VJP
+from ..graph.ops.recurrence import RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCE_STEP, RECURRENCE_VJP
 from .rewriting import Program
 
 #: How much of a program's peak the record may take beyond it.

@@ -179,6 +179,11 @@ class Scheduler:
         if epilogue.outputs and not self.one_sweep:
             inputs = self._values(epilogue.inputs)
             yield RunPart(part=epilogue, name="epilogue", inputs=inputs, results=self._of_the_epilogue())
+        asked = self.parts.predicates
+        made = self._values(n for n in asked.outputs if n not in asked.inputs)
+        if made:
+            inputs = self._values(asked.inputs)
+            yield RunPart(part=asked, name="predicates", inputs=inputs, results=made)
         for position, part in self.parts.lazy.items():
             results = tuple(Value(ValueKind.LAZY, n) for n in part.outputs)
             yield Defer(part=part, position=position, inputs=self._values(part.inputs), results=results)

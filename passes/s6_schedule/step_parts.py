@@ -54,6 +54,7 @@ class StepParts:
         segments: for each segment its chunk programs, or the subgraph that runs it unchunked.
         masks: those that are asked in each step, see `masks_to_test`.
         epilogue: what is made of the segments' outputs.
+        predicates: what branches on data have asked, likewise.
         lazy: by position among the graph's results how a lazy output is made.
         whole: what is computed once, before the segments.
         one_sweep: position of the loss among the epilogue's outputs, if loss and gradient take one sweep.
@@ -66,9 +67,11 @@ class StepParts:
         streamed = {n for s in facts.segments for n in s.outputs}
         wanted = [n for n in facts.results if isinstance(n, Node) and n not in streamed and tensors_of(n)]
         known = streamed | {n for n, k in facts.kinds.items() if k is Kind.WHOLE}
-        self.epilogue = Subgraph(facts, list(dict.fromkeys(wanted)), known)
+        asked = [n for n in dict.fromkeys(wanted) if n in facts.asked]
+        self.epilogue = Subgraph(facts, [n for n in dict.fromkeys(wanted) if n not in facts.asked], known)
+        self.predicates = Subgraph(facts, asked, known)
         self.lazy = _lazy_parts(facts, known) if making.lazy else {}
-        read = {n for part in (self.epilogue, *self.lazy.values()) for n in part.inputs}
+        read = {n for part in (self.epilogue, self.predicates, *self.lazy.values()) for n in part.inputs}
         self.whole = Subgraph(facts, _whole_targets(facts, read, self.masks), set())
         # of a head that runs by chunks with the layers the gradient comes with theirs
         sweeps_once = making.policy.order == "layers"
@@ -90,6 +93,8 @@ class StepParts:
         made = {n for s in self.facts.segments for n in s.outputs}
         if any(n in made for n in self.facts.results):
             return "a value by rows is an output"
+        if any(n in made for n in self.predicates.inputs):
+            return "a branch asks all rows"
         if self.facts.not_linear:
             return "a custom autograd function may not be linear backwards"
         streamed: set[Node] = set()

@@ -41,7 +41,7 @@ from ..passes.s6_schedule.program import (
 )
 from ..passes.s6_schedule.program.values import Value, ValueKind
 from ..passes.s6_schedule.rows_elsewhere import rows_elsewhere
-from ..runtime.shared_values import LARGE
+from ..runtime.several_devices.shared_values import LARGE
 from .held_bytes import DATA, GATHERED, HIDDEN, LOSS, OUTPUTS, PARAMETERS, SUMMED, Moment, Sizes
 from .procedures import ProcedureWalk
 from .programs import ProgramCosts

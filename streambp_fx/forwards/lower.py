@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ..backend import compile_graph
-from ..dynamo.this_backend import MARK, has_checkpoints
+from ..dynamo.this_backend import MARK, runs_better_in_python
 from ..models.checkpointing import layers_of
 from ..models.nested_models import is_of_transformers
 from ..options import Options
-from ..runtime.parameter_groups import ShardedParameters
+from ..runtime.several_devices.parameter_groups import ShardedParameters
 from ..runtime.step_counts import StepCounts
 from ..schedule import Schedule
 from ..unstreamed import Otherwise
@@ -75,7 +75,7 @@ def stream(owner: Captured, module: torch.fx.GraphModule, example_inputs: list[A
         otherwise = Otherwise(_not_streamed, layers_of(owner.model))
     elif (
         owner.sharded is not None
-        or has_checkpoints(module)
+        or runs_better_in_python(module)
         # a captured graph of transformers makes masks that eager does not
         or is_of_transformers(owner.model, owner.original)
     ):

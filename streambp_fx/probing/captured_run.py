@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..passes.graph.causal_convolution import CAUSAL_CONV1D
 from ..passes.graph.facts import Axis, Facts, Kind, Layout, Role, shape_of
 from ..passes.graph.op_arguments import arguments
-from ..passes.graph.recurrence import RECURRENCE
+from ..passes.graph.ops.causal_convolution import CAUSAL_CONV1D
+from ..passes.graph.ops.recurrence import RECURRENCE
 from ..passes.graph.subgraph import made_of
 from ..passes.graph.symbols import evaluate_size
 from ..passes.rules.op_sets import ALIGNED

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from ..errors import VerificationError
 from ..passes.graph.facts import Facts, Kind, Mixing, Reach, Role, operands
 from ..passes.graph.kernel_settings import plain_attention
+from ..passes.graph.ops.recurrence import RECURRENCE
 from ..passes.graph.purity import is_random
-from ..passes.graph.recurrence import RECURRENCE
 from ..passes.graph.sources import source_line
 from ..passes.masks.at_run_time import first_column_open
 from ..passes.s1_capture.selected_rows.op import RowSelection

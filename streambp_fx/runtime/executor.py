@@ -25,6 +25,7 @@ from ..passes.s6_schedule.own_rows import segments_for_blocks
 from ..passes.s6_schedule.program import StepProgram
 from ..passes.s6_schedule.step_parts import Making, Programs, StepParts
 from ..passes.s6_schedule.transforms import transformed
+from .asked_gradients import Answers, where_asked
 from .offload import Store, store_for
 from .padding import Padding
 from .result_layout import ResultLayout
@@ -34,8 +35,8 @@ from .segments.owned_buffers import OwnedBuffers, attribute
 from .segments.questions_to_data import FlagQuestions, MaskQuestions, Questions
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
-from .sharded_parameters import GraphGroups, StepGroups
-from .sharing import Sharing
+from .several_devices.sharded_parameters import GraphGroups, StepGroups
+from .several_devices.sharing import Sharing
 from .step_interpreter import StepFrame, run_step, value_of
 from .step_kinds import Draws, Prepared, StepKind, step_kind
 from .step_sizes import SizesDiffer, read_sizes, size_places, tests_of_sizes
@@ -263,7 +264,8 @@ class Executor:
 
     def _run_step(self, prepared: Prepared, groups: StepGroups | None) -> list[Any]:
         step, program = prepared.step, self.program_of(prepared.step)
-        frame = self.frame(prepared.values, prepared.sizes, step, program)
+        values, answers = self._where_asked(prepared.values, step)
+        frame = self.frame(values, prepared.sizes, step, program)
         frame.sweep, frame.store = prepared.sweep, self._store(prepared.values)
         frame.groups, frame.group_of, frame.stored = groups, self.group_of, self.stored
         frame.anew = lambda instruction: self.padding.completion(instruction.part, prepared.inputs, step)
@@ -275,6 +277,8 @@ class Executor:
             groups.will_take(program.taken_forward)
         run_step(program.forward, frame)
         results = [self.shares.result(n, frame) if isinstance(n, Node) else n for n in self.results]
+        answers.held = results[len(results) - len(self.facts.asked) :]
+        del results[len(results) - len(self.facts.asked) :]
         count = len(self.facts.outputs)
         results[:count] = self.layout.apply(results[:count], frame)
         for position, made in frame.lazy.items():
@@ -282,6 +286,11 @@ class Executor:
         if groups is not None:
             groups.returned(results)
         return results
+
+    def _where_asked(self, values: dict[Node, Any], step: StepData) -> tuple[dict[Node, Any], Answers]:
+        """Values of which those have a gradient that eager gives one, see `asked_gradients`."""
+        alone = step.training and step.own is None and self.stored is None
+        return where_asked(self.facts, values) if alone else (values, Answers())
 
     def frame(
         self, values: dict[Node, Any], sizes: Mapping[sympy.Symbol, int], step: StepData, program: StepProgram

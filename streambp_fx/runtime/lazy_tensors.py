@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from ..passes.graph.subgraph import Subgraph
 from .segments.owned_buffers import changing_memory
 from .segments.unchunked_segment import UnchunkedSegment
-from .sharded_parameters import StoredAfterStep
+from .several_devices.sharded_parameters import StoredAfterStep
 
 CHANGED = (
     "these logits are computed when they are read, and the weights that they are made of have been changed "

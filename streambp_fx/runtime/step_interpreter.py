@@ -51,8 +51,8 @@ from .segments.segment_function import StreamedSegment
 from .segments.segment_runner import SegmentRunner
 from .segments.step_blocks import StepData
 from .segments.unchunked_segment import UnchunkedSegment
-from .sharded_parameters import GraphGroups, StepGroups
-from .shared_values import CountedOnce, Gathered, Own, summed
+from .several_devices.sharded_parameters import GraphGroups, StepGroups
+from .several_devices.shared_values import CountedOnce, Gathered, Own, summed
 
 
 def _as_it_is(instruction: Defer) -> Anew | None:

@@ -8,7 +8,7 @@ others       engines that are not streamed, and what is said of them
 
 from torch import nn
 
-from ..runtime.parameter_groups import ShardedParameters
+from ..runtime.several_devices.parameter_groups import ShardedParameters
 from . import fsdp2, others, zero3
 
 ENGINES = (fsdp2.sharded, zero3.sharded, others.sharded)

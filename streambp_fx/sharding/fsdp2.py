@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..runtime.parameter_groups import NotSupported, ParameterGroup, ShardedParameters
+from ..runtime.several_devices.parameter_groups import NotSupported, ParameterGroup, ShardedParameters
 from ..versions.differences import fsdp_groups, reset_fsdp
 
 MODULE = "torch.distributed.fsdp"

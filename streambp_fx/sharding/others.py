@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.parameter_groups import NotSupported
+from ..runtime.several_devices.parameter_groups import NotSupported
 
 DTENSORS = (
     "parameters are DTensors that no engine gathers for the step, as of tensor parallelism. Of the engines "

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..passes.several_devices import Buckets
-from ..runtime.parameter_groups import ParameterGroup, ShardedParameters
 from ..runtime.segments.owned_buffers import changing_memory
+from ..runtime.several_devices.parameter_groups import ParameterGroup, ShardedParameters
 from .layers import owners
 
 # Of the model that DeepSpeed was given: what is being gathered ahead of time, and what to wait for.

@@ -21,7 +21,7 @@ from adversaries import (
     situations,
     views,
 )
-from e2e_adversary import Cases
+from e2e_adversary import REFUSED, Cases
 from e2e_subject import HUGE, NEVER, VOCAB, Subject, grid, heads, joined, later
 from torch import Tensor
 
@@ -197,6 +197,13 @@ _TABLES = [
     functions,
     situations,
 ]
+# Blocks with which a model may be refused by `transform`.
+MAY_BE_REFUSED = {
+    f"{m.CASES.kind}: {n}"
+    for m in _TABLES
+    for n, case in m.CASES.all.items()
+    if REFUSED in case.want["transform"].split("|")
+}
 BLOCKS: dict[str, dict[str, Entry]] = {
     "ordinary": {n: (layer, None) for n, layer in (ORDINARY | _norms()).items()}
 }

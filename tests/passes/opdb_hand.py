@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from opdb_cases import by_hand
 from torch import Tensor
 
-from streambp_fx.passes.graph.causal_convolution import CAUSAL_CONV1D
-from streambp_fx.passes.graph.recurrence import RECURRENCE, RECURRENCES, Recurrence
+from streambp_fx.passes.graph.ops.causal_convolution import CAUSAL_CONV1D
+from streambp_fx.passes.graph.ops.recurrence import RECURRENCE, RECURRENCES, Recurrence
 from streambp_fx.passes.rules.pointwise import tagged_ops
 
 aten = torch.ops.aten

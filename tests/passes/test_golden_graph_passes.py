@@ -17,6 +17,7 @@ from golden import check_golden
 from golden_graphs import Small, ids, needs_symbols, sections, source, stages, without_places
 from torch import Tensor
 
+from streambp_fx.dynamo.branches.traced import predicate, results
 from streambp_fx.passes import PASSES
 from streambp_fx.passes.graph.facts import Facts
 from streambp_fx.passes.pipeline.log import observed, program_text
@@ -49,6 +50,34 @@ def two_readers(m: Small, ids: Tensor) -> Tensor:
 
 def not_trained(m: Small, ids: Tensor) -> Tensor:
     return attended(m, ids, -0.5 * distance(ids).float())
+
+
+# ---- branches
+
+
+def where_there_are_some(m: Small, ids: Tensor) -> Tensor:
+    x, mask = m.embed(ids).flatten(0, 1), ids.flatten() > 4
+    asked = predicate(mask.any(), False)
+    (made,) = results(asked, (x.index_put((mask,), m.first(x[mask])),), (x,))
+    return m.head(made)
+
+
+def unless_there_are_none(m: Small, ids: Tensor) -> Tensor:
+    x = m.embed(ids).flatten(0, 1)
+    at = (ids.flatten() == 3).nonzero().squeeze(1)
+    asked = predicate(at.shape[0] == 0, True)
+    (made,) = results(asked, (x.index_add(0, at, m.first(x[at])),), (x,))
+    return m.head(made)
+
+
+def where_it_is_counted(m: Small, ids: Tensor) -> Tensor:
+    x, made = m.embed(ids).flatten(0, 1), m.embed(ids).flatten(0, 1)
+    counts = F.one_hot(ids.flatten() % 2, 2).sum(0)
+    for number, layer in enumerate((m.first, m.second)):
+        (at,) = torch.where(ids.flatten() % 2 == number)
+        asked = predicate(counts[number] > 0, False)
+        (made,) = results(asked, (made.index_add(0, at, layer(x[at])),), (made,))
+    return m.head(made)
 
 
 # ---- row_selections
@@ -104,6 +133,7 @@ def two_layers(m: Small, ids: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[..., Any], ...]] = {
     "trained_bias": (looked_up, two_readers, not_trained),
+    "branches": (where_there_are_some, unless_there_are_none, where_it_is_counted),
     "row_selections": (one_expert, two_experts, all_are_run),
     "axes": (causal, merged, mixed),
     "segment": (two_layers, merged, mixed),

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ...graph.autograd_functions import Retrace
 from ...graph.facts import expression
-from ...graph.recurrence import RECURRENCE
+from ...graph.ops.recurrence import RECURRENCE
 from .apart import parts_of
 from .body import LoopBody, LoopNotUnderstood, Size, known_loop, plain_body, refuse_effects_of
 from .first_row import NotApart, halves

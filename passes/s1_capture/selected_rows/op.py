@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from ...graph.autograd_functions import content_of
 from ...graph.functionalization import in_memory_of_their_own
-from ...graph.recurrence import autograd_in_kernel
+from ...graph.ops.recurrence import autograd_in_kernel
 
 _count = itertools.count()
 # The graphs that programs have a number for; those that do the same are one.

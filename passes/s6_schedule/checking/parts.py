@@ -10,7 +10,7 @@ from ..program.values import EPILOGUE, Value, ValueKind
 from .operands import are, are_gradients
 from .step_state import State, run
 
-WHOLE, SEGMENT, LAST = "whole values", "segment", "epilogue"
+WHOLE, SEGMENT, LAST, ASKED = "whole values", "segment", "epilogue", "predicates"
 
 
 def check_run_part(state: State, instruction: RunPart) -> None:
@@ -20,7 +20,8 @@ def check_run_part(state: State, instruction: RunPart) -> None:
         Fault: not so.
     """
     part, segment = instruction.part, instruction.segment
-    known = {WHOLE: state.part == "prologue", LAST: state.part == "forward" and state.within is None}
+    behind = state.part == "forward" and state.within is None
+    known = {WHOLE: state.part == "prologue", LAST: behind, ASKED: behind}
     if not known.get(instruction.name, instruction.name == SEGMENT and state.part != "prologue"):
         raise Fault(f"{instruction.name!r} is no part to be run here")
     if (segment is not None) is not (instruction.name == SEGMENT):
@@ -33,6 +34,8 @@ def check_run_part(state: State, instruction: RunPart) -> None:
             state.ran[segment] = instruction
     if instruction.name == LAST:
         is_the_epilogue(state, part)
+    if instruction.name == ASKED and not set(part.outputs) <= set(state.facts.asked):
+        raise Fault("no branch asks this")
     are(instruction.inputs, state.values(part.inputs), "reads")
     are(instruction.results, state.values(n for n in part.outputs if n not in part.inputs), "makes")
     run(state, instruction)

@@ -66,7 +66,7 @@ class RunPart(StepInstruction):
 
     Attributes:
         part: the subgraph; its outputs are the results.
-        name: "whole values" (no gradient), "segment" or "epilogue".
+        name: "whole values" (no gradient), "segment", "epilogue" or "predicates" (what branches on data ask).
         segment: index of the segment that runs unchunked.
         place: where what its backward reads lies meanwhile.
         recorded: within a group: where it is run again autograd records it, and its backward runs nothing.

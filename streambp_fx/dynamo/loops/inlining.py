@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def watch_calls(refuse: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        other = _stand_ins.get(func.fn) if _is_written(func) else None
+        other = _stand_ins.get(func.fn) if is_written(func) else None
         if other is not None and is_ours(parent.output.compiler_fn):
             return original(parent, with_function(func, other), *args, **kwargs)
         if is_body(func) and (record := current_record()) is not None:
@@ -111,21 +111,21 @@ def _check(output: Any, refuse: Callable[..., Any]) -> bool:
     return bool(new)
 
 
-def _is_written(called: Any) -> bool:
+def is_written(called: Any) -> bool:
     """True for a function or a method that somebody has written, and that was not made in what is traced."""
     return isinstance(called_function(called), UserFunctionVariable)
 
 
 def _with_scans(parent: Any, func: Any) -> Any:
     """What Dynamo knows of a function, with other code; None if nothing changes."""
-    if not _is_written(func) or type(func.fn) is not FunctionType:
+    if not is_written(func) or type(func.fn) is not FunctionType:
         return None
     function = func.fn
     code, names = function.__code__, function.__globals__
     record, library = current_record(), (function.__module__ or "").split(".")[0]
     if record is None or record.unrolls_all or library in ("torch", "streambp_fx"):
         return None
-    if not is_ours(parent.output.compiler_fn) or code in record.refused:
+    if not is_ours(parent.output.compiler_fn) or code in record.refused or code in record.without:
         return None
     if (OWN - {"torch"}) & names.keys() or names.get("torch", torch) is not torch:
         return None
@@ -133,7 +133,13 @@ def _with_scans(parent: Any, func: Any) -> Any:
     record.unrolled.update(dict.fromkeys(changed.unrolled))
     if changed.code is None:
         return None
-    made = FunctionType(changed.code, names, function.__name__, function.__defaults__, function.__closure__)
+    return with_function(func, with_code(function, changed.code))
+
+
+def with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """A function that is another in all but its code."""
+    names = function.__globals__
+    made = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
-    return with_function(func, made)
+    return made

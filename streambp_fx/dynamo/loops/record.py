@@ -26,6 +26,8 @@ class LoopRecord:
         in_body: within how many bodies of scans the trace is.
         bodies: how many have been looked at.
         unrolled: file, line and reason of each loop that is unrolled.
+        branches: by code, whether its branches on data are traced with the body taken; None: of no code.
+        without: code that was made of such code.
         graph: what was traced last, its inputs and the expressions of these.
     """
 
@@ -35,6 +37,8 @@ class LoopRecord:
     in_body: int = 0
     bodies: int = 0
     unrolled: dict[str, None] = field(default_factory=dict)
+    branches: dict[CodeType, bool] | None = field(default_factory=dict)
+    without: set[CodeType] = field(default_factory=set)
     graph: tuple[GraphModule, Sequence[Any], list[str]] | None = None
 
     def refuse(self, code: CodeType, why: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...dynamo.copied_functions import copy_of
 from ...dynamo.this_backend import is_traced_for_us
-from ...passes.graph.recurrence import RECURRENCES, Recurrence
+from ...passes.graph.ops.recurrence import RECURRENCES, Recurrence
 from ...versions.differences import masks_are_not_asked
 from .delta_rule import delta_rule
 from .interface import Interface, Operands, is_known, is_plain

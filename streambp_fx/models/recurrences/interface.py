@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...passes.graph.recurrence import Recurrence, RunRecurrence
+from ...passes.graph.ops.recurrence import Recurrence, RunRecurrence
 from ...versions.differences import is_plain_recurrence
 
 Operands = list[Tensor | None]

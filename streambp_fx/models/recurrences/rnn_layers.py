@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dynamo.loops import stand_in
-from ...passes.graph.recurrence import RECURRENCE, RECURRENCE_LAST, RECURRENCES, Recurrence
+from ...passes.graph.ops.recurrence import RECURRENCE, RECURRENCE_LAST, RECURRENCES, Recurrence
 from ...passes.s1_capture.loops.body import packed, unpacked
 from .interface import autocast_dtype
 

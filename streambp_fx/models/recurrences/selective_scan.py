@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...dynamo.this_backend import is_traced_for_us
-from ...passes.graph.recurrence import RECURRENCE, Recurrence, RunRecurrence
+from ...passes.graph.ops.recurrence import RECURRENCE, Recurrence, RunRecurrence
 from .interface import Interface, Operands, autocast_dtype, says_more
 from .linear_scan import selective_scan
 

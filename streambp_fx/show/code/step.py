@@ -194,6 +194,8 @@ class StepCode:
     def _run_part(self, instruction: RunPart) -> None:
         if instruction.name == "whole values":
             self._call_part(self.functions.whole)
+        elif instruction.name == "predicates":
+            self.lines.append("# whether rows were selected: where none were, gradients are None, not zeros")
         elif instruction.segment is None:
             self.lines.append("")
             self._call_part(self.functions.epilogue)
@@ -352,9 +354,7 @@ class StepCode:
             for k, n in enumerate(self.facts.outputs)
         ]
         self.lines.append("")
-        for node, value in zip(
-            self.facts.written, self.facts.results[len(self.facts.outputs) :], strict=True
-        ):
+        for node, value in zip(self.facts.written, self.facts.new_values, strict=True):
             self.lines.append(
                 f"{self._value(node)}.copy_({self._value(value)})  # changed in place by the model"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from e2e_adversary import WARNED, WHATEVER, Cases, Record, tokens
+from e2e_adversary import REFUSED, UNSTREAMED, WARNED, WHATEVER, Cases, Record, tokens
 from e2e_subject import VOCAB, WIDTH, Subject, heads, joined, token_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -374,7 +374,7 @@ class Sorted(Subject):
         return token_loss(self, x, input_ids)
 
 
-@CASES.scenario({"compile": WHATEVER, "transform": "refused"}, make=lambda door: Sorted())
+@CASES.scenario({"compile": WHATEVER, "transform": f"{UNSTREAMED}|{REFUSED}"}, make=lambda door: Sorted())
 def branches_by_data(m: Any, call: Any, record: Record) -> None:
     for seed in range(3):
         record.step(m, call, tokens(2, 33, seed))

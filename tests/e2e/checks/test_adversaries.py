@@ -16,6 +16,7 @@ from adversaries import (
     complex_values,
     convolutions,
     corners,
+    data_branches,
     experts,
     functions,
     gradients,
@@ -47,7 +48,7 @@ MODULES = (
     gradients,
 )
 MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections, loops)
-MODULES += (corners, row_selections)
+MODULES += (corners, data_branches, row_selections)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "corners: an adapter times zero": "transform",
@@ -56,6 +57,8 @@ OFTEN: dict[str, str] = {
     "experts: sorted and put back": "transform",
     "selected rows: a mask by expert and choice": "transform",
     "selected rows: added by a mask": "compile",
+    "branches on data: counts as a list": "transform",
+    "branches on data: experts that are hit": "compile",
     "convolutions: before an attention": "compile",
     "recurrences: read by an attention": "compile",
     "loops: a step with no finite gradient for the first": "compile",

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import streambp_fx
 from streambp_fx.runtime.segments.segment_runner import SegmentRunner
-from streambp_fx.runtime.sharded_parameters import StepGroups
+from streambp_fx.runtime.several_devices.sharded_parameters import StepGroups
 
 
 def wrapped(engine: str, streamed: bool = True, **options: Any) -> tuple[nn.Module, nn.Module]:

@@ -24,7 +24,7 @@ import streambp_fx
 from benchmarks.families.configs import build
 from streambp_fx.dynamo.loops import scanning
 from streambp_fx.measure.in_float64 import true_double
-from streambp_fx.passes.graph.recurrence import RECURRENCE
+from streambp_fx.passes.graph.ops.recurrence import RECURRENCE
 from streambp_fx.transform import schedules
 
 right = scanning.scan

@@ -22,7 +22,7 @@ from streambp_fx.measure.live_bytes import peak_live_bytes
 from streambp_fx.models.recurrences import declare, declare_recurrences
 from streambp_fx.models.recurrences.interface import Interface, is_known
 from streambp_fx.models.recurrences.linear_scan import LinearScan, selective_scan
-from streambp_fx.passes.graph.recurrence import RECURRENCE, RECURRENCES
+from streambp_fx.passes.graph.ops.recurrence import RECURRENCE, RECURRENCES
 
 
 def names() -> set[str]:

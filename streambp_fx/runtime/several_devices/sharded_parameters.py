@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..passes.graph.facts import Facts
-from ..passes.several_devices import SeveralDevices, SharedGroup
+from ...passes.graph.facts import Facts
+from ...passes.several_devices import SeveralDevices, SharedGroup
 from .parameter_groups import ParameterGroup, ShardedParameters
 
 CHANGED = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..passes.several_devices import Buckets
+from ...passes.several_devices import Buckets
 
 
 class NotSupported(Exception):

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Node
 
-from ..errors import InputError
-from ..passes.graph.facts import Facts
-from ..passes.s6_schedule.program import Group, Layers, StepInstruction, flat, unrolled
-from .lazy_tensors import Anew
-from .segments.own_rows import OwnRows, all_gather, as_numbers, is_alone
-from .segments.segment_runner import SegmentRunner
+from ...errors import InputError
+from ...passes.graph.facts import Facts
+from ...passes.s6_schedule.program import Group, Layers, StepInstruction, flat, unrolled
+from ..lazy_tensors import Anew
+from ..segments.own_rows import OwnRows, all_gather, as_numbers, is_alone
+from ..segments.segment_runner import SegmentRunner
+from ..step_interpreter import StepFrame
+from ..step_kinds import Draws
 from .shared_values import CountedOnce, Summed
-from .step_interpreter import StepFrame
-from .step_kinds import Draws
 
 NOT_READ = (
     "these logits are computed when they are read, from rows that lie on several devices. Compute the loss "

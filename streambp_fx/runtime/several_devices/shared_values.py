@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .segments.own_rows import OwnRows, RowsOfValue, as_numbers
-from .segments.owned_buffers import OwnedBuffers
+from ..segments.own_rows import OwnRows, RowsOfValue, as_numbers
+from ..segments.owned_buffers import OwnedBuffers
 
 #: Elements of a tensor that is summed over devices by itself, and not packed with others.
 LARGE = 1 << 20

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from .facts import shape_of
-from .op_arguments import arguments
+from ..facts import shape_of
+from ..op_arguments import arguments
 from .recurrence import RECURRENCES, Recurrence
 
 _LIBRARY = torch.library.Library("streambp_fx", "FRAGMENT")

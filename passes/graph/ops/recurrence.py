@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tracing import without_saved_tensors_hooks
+from ..tracing import without_saved_tensors_hooks
 
 # The operands of a recurrence by position, its plain arguments, and the state that it begins with
 # (None: zeros), to its rows and the state that it ends with.

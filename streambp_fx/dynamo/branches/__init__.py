@@ -1,0 +1,18 @@
+"""Branches of a model's Python code that ask the values of a tensor, traced with the body taken.
+
+See NOTE [branches on data] in `passes.graph.ops.branch`. Dynamo cannot trace `if mask.any():`. Where it fails
+within a function for that reason, the function's source is read: an `if` without `else`, or the rest of a
+loop's body behind `if ...: continue`, whose body assigns variables or changes tensors in place, is put into a
+function of its own. What that function is given and gives back are the values before and after. That it has
+no other effect is seen by Dynamo's own record of effects, and by what the trace sees changed in place.
+Functions themselves are not changed: Dynamo is given other code when it inlines one for this backend.
+
+`rewriting` is the source, `traced` what stands in it, `body` what is asked of the body, and `inlining` gives
+it to Dynamo.
+"""
+
+from __future__ import annotations
+
+from .inlining import end_graphs_at_branches, watch_branches
+
+__all__ = ["end_graphs_at_branches", "watch_branches"]

@@ -1,0 +1,261 @@
+"""Loops over the entries that data chooses, as loops over all entries with a branch in each.
+
+`for e in (counts > 0).nonzero():` runs its body for the experts that some row has chosen. Written as
+`for e in range(len(counts)): if counts[e] > 0:` it is the same loop with a branch that `rewriting` knows. So
+are counts that Python reads as a list, to ask whether an expert has rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import itertools
+
+from ..loops.names import names_in, read_behind
+
+TRACED = "_streambp_traced"
+_FLAT = {"flatten", "squeeze", "view", "reshape", "ravel"}
+
+
+class Entry(enum.Enum):
+    """What the variable of such a loop is."""
+
+    ROW = "a tensor of one element"
+    SCALAR = "a tensor without dims"
+    NUMBER = "a number"
+
+
+def with_all_entries(tree: ast.FunctionDef, prefix: str) -> None:
+    """Put loops over all entries in the place of those over chosen ones; in place.
+
+    Args:
+        tree: the function.
+        prefix: of names that no function has.
+    """
+    numbers = itertools.count()
+    for block in list(_blocks(tree)):
+        for loop in [s for s in block if isinstance(s, ast.For)]:
+            _replace(tree, block, loop, f"{prefix}entries_{next(numbers)}_")
+    _Counts(tree).visit(tree)
+
+
+def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
+    """All lists of statements within a function, not those of functions in it."""
+    found: list[list[ast.stmt]] = []
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            found.append(value)
+    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, inner):
+            found += _blocks(child)
+    return found
+
+
+def _replace(tree: ast.FunctionDef, block: list[ast.stmt], loop: ast.For, prefix: str) -> None:
+    """Replace one loop of a block if it goes over entries that a mask chooses."""
+    if not isinstance(loop.target, ast.Name) or loop.orelse:
+        return
+    given, iterated = None, loop.iter
+    if isinstance(iterated, ast.Name):
+        given = _only_assignment(tree, iterated.id)
+        if given is None:
+            return
+        iterated = given.value
+    mask, entry = _chosen_by(iterated)
+    name = loop.target.id
+    if mask is None or name in read_behind(tree.body, loop) or _is_assigned(loop.body, name):
+        return
+    placed = _Placed(name, entry, f"{prefix}place")
+    body = [placed.visit(s) for s in loop.body]
+    if placed.others:
+        return
+    read = ast.parse(f"{prefix}mask = {TRACED}.vector(_)").body[0]
+    read.value.args = [mask]  # type: ignore[attr-defined]
+    lines = [
+        f"for {prefix}place in range({prefix}mask.shape[0]):",
+        f"    if {prefix}mask[{prefix}place]:",
+        "        pass",
+    ]
+    over = ast.parse("\n".join(lines)).body[0]
+    for node, like in ((read, given or loop), (over, loop)):
+        _locate(node, like)
+    over.body[0].body = body  # type: ignore[attr-defined]
+    block[block.index(loop)] = over
+    if given is None:
+        block.insert(block.index(over), read)
+        return
+    other = next(b for b in _blocks(tree) if any(s is given for s in b))
+    other[next(k for k, s in enumerate(other) if s is given)] = read
+
+
+def _locate(statement: ast.AST, like: ast.AST) -> None:
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            ast.copy_location(node, like)
+
+
+def _only_assignment(tree: ast.FunctionDef, name: str) -> ast.Assign | None:
+    """The statement that gives a variable its only value, which is read once."""
+    found = [n for n in names_in([tree]) if n.id == name]
+    stores = [n for n in found if isinstance(n.ctx, ast.Store)]
+    given = [s for s in ast.walk(tree) if isinstance(s, ast.Assign) and s.targets[0] in stores]
+    plain = len(found) == 2 and len(stores) == 1 and len(given) == 1 and len(given[0].targets) == 1
+    return given[0] if plain else None
+
+
+def _is_assigned(body: list[ast.stmt], name: str) -> bool:
+    return any(n.id == name and not isinstance(n.ctx, ast.Load) for n in names_in(body))
+
+
+def _chosen_by(value: ast.expr) -> tuple[ast.expr | None, Entry]:
+    """Of an expression that lists the entries of a mask: the mask, and what the entries are."""
+    entry = Entry.ROW
+    while (called := _method_of(value)) is not None:
+        method, operand = called
+        if method == "tolist" and _is_flat(operand):
+            entry = Entry.NUMBER
+        elif method in _FLAT:
+            entry = Entry.SCALAR if entry is Entry.ROW else entry
+        elif method != "unbind":
+            break
+        value = operand
+    if isinstance(value, ast.Subscript):
+        return _of_subscript(value, entry)
+    return _operand_of(value, "nonzero", keywords=False), entry
+
+
+def _method_of(value: ast.expr) -> tuple[str, ast.expr] | None:
+    """`f` and `x` of `x.f(...)`; not of `torch.f(...)`."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or _is_torch(value.func):
+        return None
+    return value.func.attr, value.func.value
+
+
+def _is_flat(value: ast.expr) -> bool:
+    """True for an expression whose entries are numbers."""
+    if isinstance(value, ast.Subscript):
+        return True
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _FLAT
+
+
+def _of_subscript(value: ast.Subscript, entry: Entry) -> tuple[ast.expr | None, Entry]:
+    """`torch.where(mask)[0]`, `mask.nonzero(as_tuple=True)[0]` and `mask.nonzero()[:, 0]`."""
+    entry = Entry.SCALAR if entry is Entry.ROW else entry
+    text = ast.unparse(value.slice)
+    if text == "0":
+        mask = _operand_of(value.value, "where", keywords=False)
+        return mask or _operand_of(value.value, "nonzero", keywords=True), entry
+    return (
+        _operand_of(value.value, "nonzero", keywords=False) if text in (":, 0", "(:, 0)") else None
+    ), entry
+
+
+def _operand_of(value: ast.expr, function: str, keywords: bool) -> ast.expr | None:
+    """`x` of `torch.function(x)` and `x.function()`."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return None
+    given = [ast.unparse(k) for k in value.keywords]
+    if value.func.attr != function or given != (["as_tuple=True"] if keywords else []):
+        return None
+    if _is_torch(value.func):
+        return value.args[0] if len(value.args) == 1 else None
+    return value.func.value if not value.args and function != "where" else None
+
+
+def _is_torch(function: ast.expr) -> bool:
+    assert isinstance(function, ast.Attribute)
+    return isinstance(function.value, ast.Name) and function.value.id == "torch"
+
+
+class _Placed(ast.NodeTransformer):
+    """Puts a number in the place of the variable of a loop.
+
+    Args:
+        name: the variable.
+        entry: what it is.
+        place: the name of the number.
+
+    Attributes:
+        others: it is used in a way in which a number is something else.
+    """
+
+    def __init__(self, name: str, entry: Entry, place: str) -> None:
+        self.name, self.entry, self.place, self.others = name, entry, place, False
+
+    def _is_it(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.name
+
+    def _number(self, like: ast.AST) -> ast.Name:
+        return ast.copy_location(ast.Name(self.place, ast.Load()), like)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if self._is_it(node.slice) and isinstance(node.ctx, ast.Load) and self.entry is not Entry.NUMBER:
+            value = self.visit(node.value)
+            taken = ast.parse(f"{TRACED}.at(_, {self.place}, {self.entry is Entry.ROW})", mode="eval").body
+            _locate(taken, node)
+            taken.args[0] = value  # type: ignore[attr-defined]
+            return taken
+        if isinstance(node.slice, ast.Tuple) and self.entry is Entry.SCALAR:
+            node.slice.elts = [self._number(e) if self._is_it(e) else e for e in node.slice.elts]
+        return self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        numbers = [self._number(e) if self._is_it(e) else e for e in (node.left, *node.comparators)]
+        node.left, node.comparators = numbers[0], numbers[1:]
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        function = node.func
+        number = isinstance(function, ast.Name) and function.id == "int" and len(node.args) == 1
+        if number and self._is_it(node.args[0]):
+            return self._number(node)
+        if isinstance(function, ast.Attribute) and function.attr == "item" and self._is_it(function.value):
+            return self._number(node)
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id != self.name:
+            return node
+        self.others |= self.entry is not Entry.NUMBER
+        return self._number(node)
+
+
+class _Counts(ast.NodeTransformer):
+    """Leaves lists of counts as tensors where they are only asked whether there is something.
+
+    Args:
+        tree: the function.
+    """
+
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        tests = [n.test for n in ast.walk(tree) if isinstance(n, ast.If)]
+        self.asked = {id(n) for n in names_in(tests)}
+        entries = (n.value for t in tests for n in ast.walk(t) if isinstance(n, ast.Subscript))
+        self.asked &= {id(n) for n in entries if isinstance(n, ast.Name)}
+        self.tree, self.tests = tree, {id(n) for t in tests for n in ast.walk(t)}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        target, value = node.targets[0], node.value
+        if len(node.targets) == 1 and isinstance(target, ast.Name) and _is_list(value):
+            named = [n for n in names_in([self.tree]) if n.id == target.id]
+            if len([n for n in named if isinstance(n.ctx, ast.Store)]) == 1 and all(
+                id(n) in self.asked for n in named if isinstance(n.ctx, ast.Load)
+            ):
+                kept = ast.parse(f"{TRACED}.counts(_)", mode="eval").body
+                _locate(kept, node)
+                kept.args = [value.func.value]  # type: ignore[attr-defined]
+                node.value = kept
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """`x.item()` in what a branch asks is `x`."""
+        self.generic_visit(node)
+        item = isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args
+        return node.func.value if item and id(node) in self.tests else node  # type: ignore[attr-defined]
+
+
+def _is_list(value: ast.expr) -> bool:
+    """True for `x.tolist()`."""
+    called = isinstance(value, ast.Call) and not value.args and not value.keywords
+    return called and isinstance(value.func, ast.Attribute) and value.func.attr == "tolist"  # type: ignore[attr-defined]

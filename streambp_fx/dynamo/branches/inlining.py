@@ -1,0 +1,85 @@
+"""Gives Dynamo other code for a function that branches on data, where it has failed to trace it as it is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ...versions.differences import with_function
+from ..loops.inlining import is_written, with_code
+from ..loops.record import current_record
+from ..sizes import trace_again
+from ..this_backend import is_ours
+from .body import in_body, is_body
+from .rewriting import with_branches
+
+log = logging.getLogger(__name__)
+MARK = "is_streambp_fx_branches"
+
+
+def watch_branches() -> None:
+    """From now on branches on data in functions that are inlined for this backend are traced."""
+    original = InliningInstructionTranslator.inline_call
+    if getattr(original, MARK, False):
+        return
+
+    @functools.wraps(original)
+    def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_body(func):
+            return in_body(parent, func, lambda: original(parent, func, *args, **kwargs))
+        record = current_record()
+        own = is_written(func) and type(func.fn) is FunctionType
+        if not own or record is None or record.branches is None or not is_ours(parent.output.compiler_fn):
+            return original(parent, func, *args, **kwargs)
+        code = func.fn.__code__
+        taken = record.branches.get(code)
+        if taken:
+            made = with_code(func.fn, with_branches(code))  # type: ignore[arg-type]
+            record.without.add(made.__code__)
+            func = with_function(func, made)
+        try:
+            return original(parent, func, *args, **kwargs)
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            if not (taken or (taken is None and _asks_data(error) and with_branches(code) is not None)):
+                raise
+            record.branches[code] = not taken
+            if taken:
+                log.info("branches of %s are not traced: %s", _place(code), error)
+            parent.speculation_log.clear()
+            raise RestartAnalysis(restart_reason="a branch on data") from error
+
+    setattr(inline_call, MARK, True)
+    InliningInstructionTranslator.inline_call = classmethod(inline_call)  # type: ignore[assignment, method-assign]
+
+
+def _asks_data(error: Exception) -> bool:
+    """True if Dynamo has failed since Python asks the values of a tensor."""
+    words = ("data-dependent", "capture_scalar_outputs")
+    return isinstance(error, GuardOnDataDependentSymNode) or any(w in str(error).lower() for w in words)
+
+
+def _place(code: CodeType) -> str:
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def end_graphs_at_branches() -> None:
+    """Have the frame that is compiled traced again, in graphs that end where Python asks data.
+
+    Not if it has to be one graph, or no branch of it was traced.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: caught by Dynamo, which traces again.
+    """
+    record = current_record()
+    traced = record is not None and record.branches is not None and any(record.branches.values())
+    if record is not None and traced and not InstructionTranslator.current_tx().one_graph:
+        record.branches = None
+        trace_again("graphs that end where Python asks data")

@@ -1,0 +1,259 @@
+"""A function with its branches on data as calls of a body that is always run."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from types import CodeType
+
+from ..loops.names import names_in, read_behind, stores
+from ..loops.source import source_of
+from .chosen import TRACED, with_all_entries
+
+PREFIX = "_streambp_branch_"
+# Statements that a body may consist of. Others may have effects.
+PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.If, ast.For)
+# Expressions that mean something else in a function of its own, or have effects.
+OTHER = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Lambda)
+OWN_FRAME = {"super", "locals", "__class__", "vars", "eval", "exec"}
+
+
+class NotABranch(Exception):
+    """A branch cannot be run whatever the answer is."""
+
+
+@functools.lru_cache(maxsize=4096)
+def with_branches(code: CodeType) -> CodeType | None:
+    """The code of a function that runs the bodies of its branches on data; None if it has no such branch."""
+    source = source_of(code)
+    if source is None:
+        return None
+    tree = source.function
+    tree.body = _without_skips(tree.body)
+    with_all_entries(tree, PREFIX)
+    if any(isinstance(n, (ast.Global, ast.Nonlocal)) for n in ast.walk(tree)):
+        return None
+    captured = _captured(tree)
+    found = [b for b in _branches(tree) if _why_not(b) is None and captured.isdisjoint(_stored(b))]
+    if not found:
+        return None
+    _Changed(tree, found).visit(tree)
+    (own,) = ast.parse(f"from {__package__} import traced as {TRACED}").body
+    for node in ast.walk(own):
+        if isinstance(node, ast.stmt):
+            ast.copy_location(node, tree.body[0])
+    tree.body.insert(0, own)
+    return source.compiled()
+
+
+def _captured(tree: ast.FunctionDef) -> set[str]:
+    """Variables that functions within a function mention."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+    inner = (n for n in ast.walk(tree) if isinstance(n, functions) and n is not tree)
+    return {n.id for n in names_in(inner)}
+
+
+def _stored(branch: ast.If) -> set[str]:
+    """Variables that a body assigns, or whose tensors it changes."""
+    return set().union(*map(stores, branch.body), _changed_in_place(branch.body))
+
+
+def _branches(tree: ast.AST) -> Iterator[ast.If]:
+    """The branches of a function, not those of functions within it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and not node.orelse:
+            yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _branches(node)
+
+
+def _without_skips(body: list[ast.stmt], of_loop: bool = False) -> list[ast.stmt]:
+    """Statements in which `if skip: continue` with what follows in a loop is `if not skip:`."""
+    found: list[ast.stmt] = []
+    for k, statement in enumerate(body):
+        rest = body[k + 1 :]
+        if of_loop and rest and isinstance(statement, ast.If) and _only_continues(statement):
+            test = ast.copy_location(ast.UnaryOp(ast.Not(), statement.test), statement.test)
+            taken = ast.If(test, _without_skips(rest, of_loop=True), [])
+            return [*found, ast.copy_location(taken, statement)]
+        for name, value in ast.iter_fields(statement):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                loops = name == "body" and isinstance(statement, (ast.For, ast.While))
+                setattr(statement, name, _without_skips(value, loops))
+        found.append(statement)
+    return found
+
+
+def _only_continues(branch: ast.If) -> bool:
+    return not branch.orelse and len(branch.body) == 1 and isinstance(branch.body[0], ast.Continue)
+
+
+def _why_not(branch: ast.If) -> str | None:
+    """Why the body of a branch cannot be a function of its own; None if it can."""
+    try:
+        _check(branch.body)
+        _changed_in_place(branch.body)
+    except NotABranch as error:
+        return str(error)
+    return None
+
+
+def _check(body: list[ast.stmt], within_loop: bool = False) -> None:
+    for statement in body:
+        ends = isinstance(statement, (ast.Continue, ast.Break)) and within_loop
+        if not (isinstance(statement, PLAIN) or ends or _name_changed_by_method(statement)):
+            raise NotABranch(f"line {statement.lineno} may have an effect")
+        for target in _targets(statement):
+            if not isinstance(_root(target), ast.Name) or isinstance(target, ast.Attribute):
+                raise NotABranch(f"line {statement.lineno} changes an object")
+        if any(isinstance(n, OTHER) for n in ast.walk(statement)):
+            raise NotABranch(f"line {statement.lineno} is no plain expression")
+        if OWN_FRAME & {n.id for n in names_in([statement])}:
+            raise NotABranch(f"line {statement.lineno} asks for the frame that it is in")
+        if isinstance(statement, (ast.If, ast.For)):
+            loops = within_loop or isinstance(statement, ast.For)
+            _check(statement.body, loops)
+            _check(statement.orelse, within_loop)
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = list(statement.targets)
+    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign, ast.For)):
+        targets = [statement.target]
+    found: list[ast.expr] = []
+    while targets:
+        target = targets.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            targets += target.elts
+        elif isinstance(target, ast.Starred):
+            targets.append(target.value)
+        else:
+            found.append(target)
+    return found
+
+
+def _root(target: ast.expr) -> ast.expr:
+    """`x` of `x[i][j]`."""
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return target
+
+
+def _name_changed_by_method(statement: ast.stmt) -> str | None:
+    """`x` of a statement `x.add_(y)`."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return None
+    method = statement.value.func
+    if not isinstance(method, ast.Attribute) or not isinstance(method.value, ast.Name):
+        return None
+    in_place = method.attr.endswith("_") and not method.attr.startswith("_")
+    return method.value.id if in_place else None
+
+
+def _changed_in_place(body: list[ast.stmt]) -> list[str]:
+    """Variables whose tensors the statements change.
+
+    Raises:
+        NotABranch: one of them is also given another value.
+    """
+    changed, given = dict[str, None](), set[str]()
+    for statement in (n for s in body for n in ast.walk(s) if isinstance(n, ast.stmt)):
+        name = _name_changed_by_method(statement)
+        if name is not None:
+            changed[name] = None
+        for target in _targets(statement):
+            root = _root(target)
+            assert isinstance(root, ast.Name)
+            if root is not target or isinstance(statement, ast.AugAssign):
+                changed[root.id] = None
+            else:
+                given.add(root.id)
+    twice = given & set(changed)
+    made = {n for n in twice if _is_made_within(body, n)}
+    if twice - made:
+        raise NotABranch(f"{', '.join(sorted(twice - made))} is changed in place and assigned")
+    return [n for n in changed if n not in made]
+
+
+def _is_made_within(body: list[ast.stmt], name: str) -> bool:
+    """True if the first statement that mentions a variable assigns it: it is the body's own."""
+    for statement in body:
+        if any(n.id == name for n in names_in([statement])):
+            own = isinstance(statement, (ast.Assign, ast.AnnAssign))
+            reads = any(n.id == name and isinstance(n.ctx, ast.Load) for n in names_in([statement]))
+            return own and not reads and any(t.id == name for t in _plain(_targets(statement)))
+    return False
+
+
+def _plain(targets: list[ast.expr]) -> list[ast.Name]:
+    return [t for t in targets if isinstance(t, ast.Name)]
+
+
+class _Changed(ast.NodeTransformer):
+    """Puts a choice between the branch and its body in the place of each branch.
+
+    Args:
+        tree: the function.
+        branches: of it.
+    """
+
+    def __init__(self, tree: ast.FunctionDef, branches: list[ast.If]) -> None:
+        self.numbers = itertools.count()
+        # what is read behind a branch is asked before the tree is changed
+        self.assigned = {id(b): _assigned(tree, b) for b in branches}
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        names = self.assigned.get(id(node))
+        return (
+            node
+            if names is None or not any(names)
+            else _choice(f"{PREFIX}{next(self.numbers)}_", node, *names)
+        )
+
+
+def _assigned(tree: ast.FunctionDef, branch: ast.If) -> tuple[list[str], list[str]]:
+    """Variables that the body assigns and somebody reads later, and those whose tensors it changes."""
+    changed = _changed_in_place(branch.body)
+    return sorted((_stored(branch) - set(changed)) & read_behind(tree.body, branch)), changed
+
+
+def _choice(prefix: str, branch: ast.If, given: list[str], changed: list[str]) -> list[ast.stmt]:
+    """The statements for a branch: a template that is parsed, with the parts of the branch put in."""
+    test, negated = branch.test, False
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, negated = test.operand, not negated
+    names = [*given, *changed]
+    listed = "(" + "".join(f"{n}, " for n in names) + ")"
+    lines = [
+        f"{prefix}asked = _",
+        f"{prefix}predicate = {TRACED}.predicate({prefix}asked, {negated})",
+        f"if {prefix}predicate is None:",
+        f"    if {'not ' if negated else ''}{prefix}asked:",
+        "        pass",
+        "else:",
+        f"    def {prefix}body({', '.join(names)}):",
+        *(f"        {n} = {TRACED}.own({n})" for n in changed),
+        "        pass",
+        f"        return {listed}",
+        f"    {prefix}taken = {prefix}body({', '.join(names)})",
+        f"    {prefix}made = {TRACED}.results({prefix}predicate, {prefix}taken, {listed})",
+        *(f"    {n} = {prefix}made[{k}]" for k, n in enumerate(given)),
+        *(f"    {n}.copy_({prefix}made[{len(given) + k}])" for k, n in enumerate(changed)),
+    ]
+    statements = ast.parse("\n".join(lines)).body
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, (ast.stmt, ast.expr)):
+                ast.copy_location(node, branch)
+    asked, _, choice = statements
+    asked.value = test  # type: ignore[attr-defined]
+    choice.body[0].body = copy.deepcopy(branch.body)  # type: ignore[attr-defined]
+    function = choice.orelse[0]  # type: ignore[attr-defined]
+    function.body[len(changed) : len(changed) + 1] = branch.body
+    return statements

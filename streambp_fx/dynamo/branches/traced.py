@@ -1,0 +1,84 @@
+"""What stands in a function in the place of a branch on data (`rewriting`). Dynamo traces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+from ...passes.graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
+
+
+def predicate(asked: Any, negated: bool) -> Tensor | None:
+    """What a branch asks as a tensor without dims, bool; None if Python knows the answer.
+
+    Args:
+        asked: what is asked: a tensor of one element, or a comparison of a number of rows.
+        negated: the body is run where it does not hold.
+    """
+    if isinstance(asked, Tensor):
+        if asked.dim() > 0 and asked.numel() != 1:
+            return None
+        found = PREDICATE(asked)
+    elif isinstance(asked, (bool, int)):
+        holds = asked if isinstance(asked, bool) else asked != 0
+        if guard_or_true(holds) == guard_or_false(holds):
+            return None
+        found = PREDICATE_OF_SIZE(torch.sym_ite(holds, 1, 0))
+    else:
+        return None
+    return found.logical_not() if negated else found
+
+
+def vector(mask: Tensor) -> Tensor:
+    """A mask whose true entries a loop goes over.
+
+    Args:
+        mask: of the shape (entries,), which are always as many, and any dtype.
+    """
+    assert isinstance(mask, Tensor) and mask.dim() == 1
+    return mask
+
+
+def at(values: Any, place: int, as_row: bool) -> Any:
+    """`values[index]` for a tensor as the index.
+
+    Args:
+        values: a tensor (entries, ...), or a container.
+        place: the entry.
+        as_row: the index has one element, else no dims.
+    """
+    found = values[place]
+    return found.unsqueeze(0) if as_row and isinstance(values, Tensor) else found
+
+
+def counts(values: Any) -> Any:
+    """Counts, (entries,), of which is only asked whether they are zero."""
+    return values if isinstance(values, Tensor) and values.dim() == 1 else values.tolist()
+
+
+def own(value: Tensor) -> Tensor:
+    """A copy of a tensor of any shape and dtype, which the body may change in place."""
+    assert isinstance(value, Tensor)
+    return value.clone()
+
+
+def results(predicate: Tensor, taken: Any, skipped: Any) -> tuple[Tensor, ...]:
+    """What becomes of variables.
+
+    Args:
+        predicate: what was asked.
+        taken: their values after the body, tensors.
+        skipped: those before, of the same shapes and dtypes.
+    """
+    found = []
+    for new, old in zip(taken, skipped):  # noqa: B905  (Dynamo of PyTorch 2.11 traces no `strict`)
+        if new is old:
+            found.append(old)
+            continue
+        assert isinstance(new, Tensor) and isinstance(old, Tensor)
+        assert new.dtype == old.dtype and new.device == old.device and new.dim() == old.dim()
+        found.append(BRANCH(predicate, new, old))
+    return tuple(found)

@@ -1,0 +1,69 @@
+"""Gradients that are None where a branch was not taken: NOTE [branches on data] in `passes.graph.ops.branch`.
+
+The step has run the bodies of all branches, so it has gradients, of zeros, for parameters that only such
+bodies read. Whether eager has one is known at the end of the forward, from what the branches asked of all
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..passes.graph.facts import Facts
+
+
+class Answers:
+    """What the branches of one step asked, once it is known.
+
+    Attributes:
+        held: by number, tensors without dims, bool.
+    """
+
+    def __init__(self) -> None:
+        self.held: Sequence[Tensor] = ()
+        self._read: list[bool] | None = None
+
+    def hold(self, ways: frozenset[frozenset[int]]) -> bool:
+        """True if all predicates of one of these sets hold."""
+        if self._read is None:  # one transfer for all of them
+            self._read = torch.stack(list(self.held)).tolist()
+        read = self._read
+        return any(all(read[number] for number in way) for way in ways)
+
+
+class _WhereAsked(torch.autograd.Function):
+    """A value whose gradient is None unless some branches were taken."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, answers: Answers, ways: frozenset[frozenset[int]]) -> Tensor:
+        """The value itself."""
+        ctx.answers, ctx.ways = answers, ways
+        ctx.set_materialize_grads(False)
+        return value.view_as(value)
+
+    @staticmethod
+    @torch._disable_dynamo
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:
+        """The gradient, or None."""
+        (gradient,) = gradients
+        return gradient if gradient is not None and ctx.answers.hold(ctx.ways) else None, None, None
+
+
+def where_asked(facts: Facts, values: Mapping[Node, Any]) -> tuple[dict[Node, Any], Answers]:
+    """Values of a step of which those have a gradient that eager gives one, and what says it.
+
+    Args:
+        facts: of the graph.
+        values: that the step begins with, by node.
+    """
+    answers, found = Answers(), dict(values)
+    for node, ways in facts.where_asked.items():
+        value = found.get(node)
+        if isinstance(value, Tensor) and value.requires_grad:
+            found[node] = _WhereAsked.apply(value, answers, ways)
+    return found, answers

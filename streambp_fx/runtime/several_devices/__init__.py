@@ -1,0 +1,1 @@
+"""A step on several devices: parameters that are gathered, rows and gradients that devices share."""

@@ -1,0 +1,339 @@
+"""Branches on data: experts that run only if some row has chosen them, as people write them.
+
+One expert is never chosen: eager leaves its gradients None. And bodies that do something else than to work on
+the rows that are asked about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from e2e_adversary import REFUSED, WARNED, WHATEVER, Cases
+from e2e_subject import WIDTH, Subject
+from torch import Tensor, nn
+
+CASES = Cases("branches on data")
+EXPERTS, TOP, NEVER_CHOSEN = 5, 2, 2
+# A body that does something beside is not captured.
+NOT_TAKEN = {"compile": WARNED, "transform": f"{WARNED}|{REFUSED}"}
+
+
+def parts() -> dict[str, Any]:
+    router = nn.Linear(WIDTH, EXPERTS)
+    with torch.no_grad():
+        router.bias[NEVER_CHOSEN] = -1e4
+    return {
+        "router": router,
+        "experts": nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 11), nn.SiLU(), nn.Linear(11, WIDTH)) for _ in range(EXPERTS)
+        ),
+        "noise": nn.Dropout(0.5),
+        "seen": torch.zeros((), dtype=torch.float64),
+        "lonely": nn.Linear(WIDTH, WIDTH),
+    }
+
+
+def routed(m: Subject, x: Tensor, top: int = TOP) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat rows, the weights of their experts, and their experts."""
+    flat = x.reshape(-1, WIDTH)
+    weights, chosen = m.router(flat).softmax(-1).topk(top, dim=-1)
+    return flat, weights, chosen
+
+
+# ---- asked in many ways
+
+
+@CASES.block(parts=parts)
+def no_rows_go_on_with_the_next(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    batch, length, width = x.shape
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros((batch * length, width), dtype=x.dtype, device=x.device)
+    mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    for e in range(EXPERTS):
+        expert = m.experts[e]
+        choice, row = torch.where(mask[e])
+        if row.shape[0] == 0:
+            continue
+        current = flat[None, row].reshape(-1, width)
+        out.index_add_(0, row, (expert(current) * weights[row, choice, None]).to(x.dtype))
+    return x + out.reshape(batch, length, width)
+
+
+@CASES.block(parts=parts)
+def any_of_a_mask(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(dim=-1)
+        if mask.any():
+            share = (weights * (chosen == e)).sum(-1)[mask].unsqueeze(-1)
+            out[mask] += expert(flat[mask]) * share
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def counts_as_a_list(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    for e in range(EXPERTS):
+        if counts[e] == 0:
+            continue
+        row, choice = torch.where(chosen == e)
+        out[row] += m.experts[e](flat[row]) * weights[row, choice, None]
+    return x + out.view(x.shape)
+
+
+@CASES.block(parts=parts)
+def experts_that_are_hit(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for e in hit:
+        expert = m.experts[e]
+        choice, row = torch.where(mask[e].squeeze(0))
+        out.index_add_(0, row, expert(flat[row]) * weights[row, choice, None])
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def experts_that_are_hit_as_numbers(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    hits = F.one_hot(chosen, num_classes=EXPERTS).sum((0, 1))
+    for e in (hits > 0).nonzero().flatten().tolist():
+        row, choice = (chosen == e).nonzero(as_tuple=True)
+        out = out.index_add(0, row, m.experts[e](flat[row]) * weights[row, choice].unsqueeze(1))
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def a_sum_as_an_item(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        chose = chosen == e
+        if chose.sum().item() == 0:
+            continue
+        row, choice = chose.nonzero(as_tuple=True)
+        out[row] = out[row] + m.experts[e](flat[row]) * weights[row, choice].unsqueeze(-1)
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def how_many_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x, 1)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        row = (chosen[:, 0] == e).nonzero().squeeze(-1)
+        if len(row):
+            out = out.index_copy(0, row, m.experts[e](flat[row]) * weights[row])
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def not_any(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x, 1)
+    out = flat.clone()
+    for e in range(EXPERTS):
+        mask = chosen[:, 0] == e
+        if not torch.any(mask):
+            continue
+        out[mask] = m.experts[e](flat[mask]) * weights[mask]
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def numel_within_a_function(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        out = _added(m, flat, weights, chosen, e, out)
+    return x + out.view_as(x)
+
+
+def _added(m: Subject, flat: Tensor, weights: Tensor, chosen: Tensor, e: int, out: Tensor) -> Tensor:
+    row, choice = torch.where(chosen == e)
+    if row.numel() > 0:
+        made = m.experts[e](flat[row])
+        out = out.index_add(0, row, made * weights[row, choice, None])
+    return out
+
+
+@CASES.block(parts=parts)
+def tokens_that_are_special(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Rows that the input selects, as of an adapter for some tokens."""
+    out, special = x.clone(), ids == 3
+    if special.any():
+        out[special] = m.lonely(x[special])
+    return out
+
+
+@CASES.block(parts=parts)
+def tokens_that_nobody_has(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, special = x.clone(), ids > 1000
+    if special.any():
+        out[special] = m.lonely(x[special])
+    return out
+
+
+@CASES.block(parts=parts)
+def rows_before_and_after(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """A parameter that has a gradient also without the branch."""
+    flat, weights, chosen = routed(m, x)
+    out = m.experts[NEVER_CHOSEN](flat)
+    for e in range(EXPERTS):
+        row, choice = torch.where(chosen == e)
+        if row.numel():
+            out = out.index_add(0, row, m.experts[e](flat[row]) * weights[row, choice, None])
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def one_within_another(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x, 1)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask = chosen[:, 0] == e
+        if mask.any():
+            out[mask] = m.experts[e](flat[mask])
+            both = mask & (ids.reshape(-1) > 4)
+            if both.any():
+                out[both] = m.lonely(flat[both])
+    return x + out.view_as(x)
+
+
+# ---- what is not to be taken
+
+
+@CASES.block(NOT_TAKEN, parts)
+def something_is_added_to_all_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out = out + m.experts[e](flat)
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def another_mask_is_asked(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The expert before has rows, or not."""
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask, other = (chosen == e).any(-1), (chosen == (e + 1) % EXPERTS).any(-1)
+        if other.any():
+            out[mask] = m.experts[e](flat[mask])
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def all_of_a_mask(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, mask = x.clone(), ids > 2
+    if mask.all():
+        out[mask] = m.lonely(x[mask])
+    return out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def more_than_one_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        row = torch.where(chosen == e)[0]
+        if row.shape[0] > 3:
+            out = out.index_add(0, row, m.experts[e](flat[row]))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_step_is_counted(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    for e in (2, 1000):
+        mask = ids == e
+        if mask.any():
+            m.seen.add_(1)
+            out[mask] = m.lonely(x[mask])
+    return out
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def a_list_is_made(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, done = torch.zeros_like(flat), []
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] = m.experts[e](flat[mask])
+            done.append(e)
+    return x + out.view_as(x) * len(done)
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def a_number_is_counted(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, done = torch.zeros_like(flat), 0
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] = m.experts[e](flat[mask])
+            done += 1
+    return x + out.view_as(x) * done
+
+
+@CASES.block(NOT_TAKEN, parts)
+def another_name_of_what_changes(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    rows = out.view(-1, WIDTH)
+    mask = ids == 3
+    if mask.any():
+        out[mask] = m.lonely(x[mask])
+        out = out + rows.sum(-1).view(ids.shape)[..., None]
+    return out
+
+
+@CASES.block(parts=parts)
+def a_view_of_what_is_read_later(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    rows, flat = out.view(-1, WIDTH), x.reshape(-1, WIDTH)
+    mask = ids.reshape(-1) == 3
+    if mask.any():
+        rows[mask] = m.lonely(flat[mask])
+    return out
+
+
+@CASES.block(WHATEVER, parts, against="none")
+def random_numbers_are_drawn(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    for e in (1000, 3):
+        mask = ids == e
+        if mask.any():
+            out[mask] = m.noise(m.lonely(x[mask]))
+    return out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def the_mean_of_the_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, mask = x.clone(), ids == 3
+    if mask.any():
+        rows = m.lonely(x[mask])
+        out[mask] = rows - rows.mean(0)
+    return out
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def what_the_last_one_has_left(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, last = torch.zeros_like(flat), flat
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            last = m.experts[e](last)
+            out[mask] = last[mask]
+    return x + out.view_as(x)
