@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ..graph.autograd_functions import CustomFunction
 from ..graph.facts import Facts, operands, tensors_of
 from ..graph.fake_values import Environment
+from ..s1_capture.selected_rows.op import RowSelection
 
 Key = tuple[Any, ...]
 
@@ -43,6 +44,8 @@ class GradientEdges:
             return []
         if isinstance(node.target, CustomFunction):
             return [n for n in wanted if _author_gives(node, n)]
+        if isinstance(node.target, RowSelection):
+            return wanted  # its backward says so, of very many operands
         key = _key(node, wanted)
         if key not in self._known:
             self._known[key] = self._ask(node, wanted)

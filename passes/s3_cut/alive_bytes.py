@@ -40,9 +40,9 @@ def row_bytes(facts: Facts, node: Node) -> float:
 def lifetimes(facts: Facts, order: list[Node]) -> Iterator[tuple[int, int, float, Node]]:
     """Of each value the first and the last position before which it is alive, its bytes a row, and its base.
 
-    What is read behind all of them (by a reduction over rows) is stored wherever the cuts are, and costs them
-    nothing. A context before the rows is held anyway, and costs nothing. What a layer makes of it amid rows
-    cannot be stored by rows: there is no cut while it is alive.
+    A context before the rows is held anyway, and costs nothing. What a layer makes of it amid rows cannot be
+    stored by rows: there is no cut while it is alive. What only branches on data ask at the end is stored
+    wherever the cuts are, and costs them nothing.
     """
     position = {n: k for k, n in enumerate(order)}
     end = len(order)
@@ -53,7 +53,7 @@ def lifetimes(facts: Facts, order: list[Node]) -> Iterator[tuple[int, int, float
         if not tensors_of(node) or (held and position.get(node, -1) < first):
             continue
         born = position.get(node, -1) + 1
-        uses = [position[u] for u in node.users if u in position]
+        uses = [position.get(u, end) for u in node.users if u.op != "output" and u not in facts.asked]
         last = max(uses, default=born - 1)
         if last >= born:
             yield born, last, row_bytes(facts, node), _base(node)

@@ -155,7 +155,7 @@ def _operand_of(value: ast.expr, function: str, keywords: bool) -> ast.expr | No
     """`x` of `torch.function(x)` and `x.function()`."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
-    given = [ast.unparse(k) for k in value.keywords]
+    given = [t for k in value.keywords if (t := ast.unparse(k)) != "as_tuple=False"]
     if value.func.attr != function or given != (["as_tuple=True"] if keywords else []):
         return None
     if _is_torch(value.func):

@@ -12,6 +12,7 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator, Instru
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...versions.differences import with_function
+from ..loops.closed import NotClosed
 from ..loops.inlining import is_written, with_code
 from ..loops.record import current_record
 from ..sizes import trace_again
@@ -21,6 +22,8 @@ from .rewriting import with_branches
 
 log = logging.getLogger(__name__)
 MARK = "is_streambp_fx_branches"
+# Of a graph. Each adds some 0.2 s to the time in which it is compiled.
+MOST_BODIES = 512
 
 
 def watch_branches() -> None:
@@ -32,6 +35,7 @@ def watch_branches() -> None:
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if is_body(func):
+            _count(parent.output)
             return in_body(parent, func, lambda: original(parent, func, *args, **kwargs))
         record = current_record()
         own = is_written(func) and type(func.fn) is FunctionType
@@ -58,6 +62,17 @@ def watch_branches() -> None:
 
     setattr(inline_call, MARK, True)
     InliningInstructionTranslator.inline_call = classmethod(inline_call)  # type: ignore[assignment, method-assign]
+
+
+def _count(output: Any) -> None:
+    """Note a body of a graph.
+
+    Raises:
+        NotClosed: there are too many to trace.
+    """
+    output._streambp_bodies = getattr(output, "_streambp_bodies", 0) + 1
+    if output._streambp_bodies > MOST_BODIES:
+        raise NotClosed(f"there are more than {MOST_BODIES} branches on data")
 
 
 def _asks_data(error: Exception) -> bool:

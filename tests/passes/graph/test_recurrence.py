@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx.measure.live_bytes import peak_live_bytes
-from streambp_fx.passes.graph import recurrence as R
+from streambp_fx.passes.graph.ops import recurrence as R
 
 ROWS, WIDTH = 11, 3
 

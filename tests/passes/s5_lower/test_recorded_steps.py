@@ -15,7 +15,7 @@ from torch import Tensor
 
 import streambp_fx
 from benchmarks.families.configs import build
-from streambp_fx.passes.graph import recurrence as R
+from streambp_fx.passes.graph.ops import recurrence as R
 from streambp_fx.passes.s5_lower import recorded_steps
 from streambp_fx.passes.s6_schedule import kept_states
 
