@@ -55,6 +55,7 @@ from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks
 from .passes.s1_capture.loops.scans import refuse_loops, with_plain_loops
 from .passes.s1_capture.sequence_length import find_lengths, where_read
+from .runtime.asked_gradients import HOOKED, is_hooked
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
 from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
@@ -255,8 +256,10 @@ class CompiledGraph:
         self.counts = counts or StepCounts()
         self.stored = None if sharded is None else GraphGroups(sharded, example_inputs)
         self.placeless, self.declared = placeless, declared
+        self.may_leave = otherwise is not None
         self.otherwise = otherwise or Otherwise(with_plain_loops(module))
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
+        self.example_inputs: Sequence[Any] = example_inputs
         # By which of the sizes are equal: what has no streamed version.
         self.unstreamed: dict[tuple[int, ...], Unstreamed] = {}
         self.places = where_read(module, list(lengths.values))
@@ -265,6 +268,7 @@ class CompiledGraph:
         self.lock = threading.RLock()
         self._parameters = parameters_of(example_inputs)
         self.versions: list[Executor | AutoExecutor | Unstreamed] = [self._compile(lengths)]
+        self.example_inputs = ()
         _compiled.add(self)
 
     @property
@@ -284,6 +288,8 @@ class CompiledGraph:
             return self._instead(f"the step runs unstreamed: {SHARES_MEMORY}")(*inputs)
         if is_forward_mode():
             return self._instead(IN_FORWARD_MODE)(*inputs)
+        if self.may_leave and not isinstance(version, Unstreamed) and is_hooked(version.facts, inputs):
+            return self._instead(f"the step runs unstreamed: {HOOKED}")(*inputs)
         hook = hook_on_saved_tensors() if torch.is_grad_enabled() else None
         if hook is not None:
             return self._instead(f"{hook} {MAY_CHANGE}: this step runs unstreamed")(*inputs)
@@ -387,6 +393,8 @@ class CompiledGraph:
         examples = [n.meta.get("example_value") for n in self.module.graph.nodes if n.op == "placeholder"]
         try:
             facts = analyze(self.module, examples, lengths, self.options.logits)
+            if not self.may_leave and is_hooked(facts, self.example_inputs):
+                raise PassError("branches", BranchError(HOOKED))
             facts.placeless = self.placeless
             if self.stored is not None:
                 facts.parameter_groups = self.stored.nodes(facts)

@@ -37,7 +37,7 @@ from .functionalization import (
     drops_nothing,
     unwrapped,
 )
-from .ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE, asked_by
+from .ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE, asked_by, is_own_copy
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}
@@ -159,6 +159,8 @@ class Retrace(Interpreter):
             return self.env[n.args[0]]
         self.node = n
         given = self.memory.versions([self.env[a] for a in n.all_input_nodes])
+        if n.target is not BRANCH:
+            self.memory.read_in_body(given, is_own_copy(n), n)
         if n.target is torch._C._set_grad_enabled:
             self.memory.synchronize()
         try:
@@ -173,6 +175,8 @@ class Retrace(Interpreter):
             self.memory.begin_body(n)
         elif n.target is BRANCH:
             self.memory.end_body(asked_by(n))
+            if n.args[3]:
+                self.memory.rebind([result, self.env[n.args[2]]])
         if any(map(_is_hooked, (v.tensor for v in given))):
             raise HookError("a hook on the gradient of a value is registered in the forward", n)
         self.done += 1

@@ -90,6 +90,24 @@ class Version:
         return self.requires_grad and self.is_leaf
 
 
+ASKS = "its code asks the values of a tensor whether"
+
+
+@dataclass
+class _Body:
+    """The body of a branch on data while it is traced.
+
+    Attributes:
+        predicate: what the branch asks.
+        outside: where the tensors lie that were there before.
+        copied: of them, those that have been copied to be changed.
+    """
+
+    predicate: Node
+    outside: set[int]
+    copied: set[int]
+
+
 class Memory:
     """What a trace has seen of memory: which tensors are alive, and what was changed in place.
 
@@ -100,7 +118,8 @@ class Memory:
     def __init__(self) -> None:
         self.changed = False
         self._seen: dict[int, _Seen] = {}
-        self._bodies: list[tuple[Node, set[int]]] = []
+        self._bodies: list[_Body] = []
+        self._rebound: list[Tensor] = []
 
     def versions(self, values: Any) -> list[Version]:
         """The tensors among arguments of an op, as they are before it."""
@@ -132,12 +151,13 @@ class Memory:
             if value._version == was.number:
                 continue
             self.changed = True
-            if any(_storage(value) in outside for _, outside in self._bodies):
+            storage = _storage(value)
+            if any(storage in body.outside for body in self._bodies):
                 raise BranchError(
-                    "its code asks the values of a tensor whether to change another one in place, which it "
-                    "does by a name that is not seen to change",
-                    node,
+                    f"{ASKS} to change another one in place by a name that it does not say", node
                 )
+            if any(storage == _storage(v) for v in self._rebound):
+                raise BranchError(f"{ASKS} which of two tensors is changed in place later", node)
             recorded = torch.is_grad_enabled() and value.requires_grad and not was.is_parameter
             others = [t for t in self._sharing(value) if not (recorded and _base(t) is _base(value))]
             begins = recorded and not was.requires_grad
@@ -154,11 +174,32 @@ class Memory:
         Args:
             predicate: what the branch asks.
         """
-        self._bodies.append((predicate, {seen.storage for seen in self._seen.values()}))
+        self._bodies.append(_Body(predicate, {seen.storage for seen in self._seen.values()}, set()))
+
+    def read_in_body(self, before: list[Version], is_own_copy: bool, node: Node) -> None:
+        """An op in the body of a branch reads tensors.
+
+        Args:
+            before: the tensors.
+            is_own_copy: it makes the copy that the body changes in the place of a tensor.
+            node: the op.
+
+        Raises:
+            BranchError: it reads by another name what the body changes.
+        """
+        for storage in (_storage(v.tensor) for v in before) if self._bodies else ():
+            if any(storage in body.copied for body in self._bodies):
+                raise BranchError(f"{ASKS} to change another one in place, and reads that by two names", node)
+            if is_own_copy:
+                self._bodies[-1].copied.add(storage)
+
+    def rebind(self, values: list[Any]) -> None:
+        """Of these tensors a variable is one or the other: later changes in place of either are refused."""
+        self._rebound += [v for v in values if isinstance(v, Tensor)]
 
     def end_body(self, predicate: Node) -> None:
         """The body of the branch is done, and so are those within it."""
-        known = [k for k, (node, _) in enumerate(self._bodies) if node is predicate]
+        known = [k for k, body in enumerate(self._bodies) if body.predicate is predicate]
         del self._bodies[known[0] if known else len(self._bodies) :]
 
     def _sharing(self, value: Tensor) -> list[Tensor]:

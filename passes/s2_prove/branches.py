@@ -10,7 +10,6 @@ these hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch.fx import Node
 from ..graph.facts import CapturedGraph, shape_of, tensors_of
 from ..graph.functionalization import BranchError
 from ..graph.ops.branch import BRANCH, PREDICATE, asked_by
-from ..graph.purity import is_random
 from ..s1_capture.normalize import normalize
+from .branch_bodies import check_body
 from .emptiness import Name, Somewhere, is_mask, symbols_of_values
 from .gradient_edges import GradientEdges
 
@@ -55,8 +54,8 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
     asked: dict[Node, int] = {}
     order = {n: k for k, n in enumerate(graph.nodes)}
     for node in found:
-        name, mask = _proved(known, node)
-        _refuse_random(list(graph.nodes)[order[asked_by(node)] : order[node]], node)
+        name, mask, puts = _proved(known, node)
+        check_body(known, name, list(graph.nodes)[order[asked_by(node)] : order[node]], puts, node)
         if name not in numbers:
             numbers[name] = len(masks)
             masks.append(mask)
@@ -73,22 +72,24 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
     return normalize(captured)
 
 
-def _proved(known: Somewhere, branch: Node) -> tuple[Name, Node]:
-    """The name of what a branch asks, and a mask that has a true entry where it holds.
+def _proved(known: Somewhere, branch: Node) -> tuple[Name, Node, set[Node]]:
+    """The name of what a branch asks, a mask that has a true entry where it holds, and what puts rows.
 
     Raises:
         BranchError: without it, the body may make another value than what was there before.
     """
-    predicate, taken, skipped = branch.args
+    predicate, taken, skipped, _ = branch.args
     assert isinstance(predicate, Node) and isinstance(taken, Node) and isinstance(skipped, Node)
     name, node, mask = known.name(predicate), taken, _of_predicate(predicate)
+    way = set[Node]()
     while node is not skipped:
+        way.add(node)
         own = _mask_of(known, node)
         if own is not None and name in known.implied(own):
             mask = own if known.name(own) == name else mask
         elif node.target not in IN_ORDER and node.target is not BRANCH.default:  # one within is proved before
             break
-        operand = _changed(node)
+        operand = node.args[1 if node.target is BRANCH.default else 0]
         assert isinstance(operand, Node)
         node = operand
     if node is not skipped or mask is None or not _alike(taken, skipped):
@@ -97,7 +98,7 @@ def _proved(known: Somewhere, branch: Node) -> tuple[Name, Node]:
             "these values select",
             branch,
         )
-    return name, mask
+    return name, mask, way
 
 
 def _of_predicate(predicate: Node) -> Node | None:
@@ -105,15 +106,8 @@ def _of_predicate(predicate: Node) -> Node | None:
     return predicate.args[0] if predicate.target is PREDICATE.default else None  # type: ignore[return-value]
 
 
-def _changed(node: Node) -> object:
-    """The operand that is left as it is where nothing is put."""
-    return node.args[{aten.where.self: 2, BRANCH.default: 1}.get(node.target, 0)]  # type: ignore[call-overload]
-
-
 def _mask_of(known: Somewhere, node: Node) -> Node | None:
     """The mask without whose true entries an op gives what it is given; None for another op."""
-    if node.target is aten.where.self:
-        return node.args[0]  # type: ignore[return-value]
     if node.target not in PUTS:
         return None
     put = node.target is aten.index_put.default
@@ -133,17 +127,6 @@ def _symbols_of_length(index: Node) -> set:
 def _alike(node: Node, other: Node) -> bool:
     one, two = tensors_of(node)[0], tensors_of(other)[0]
     return one.dtype == two.dtype and shape_of(node) == shape_of(other)
-
-
-def _refuse_random(body: Iterable[Node], branch: Node) -> None:
-    """Bodies must draw no random numbers: those that follow would be others.
-
-    Raises:
-        BranchError: one does.
-    """
-    for node in body:
-        if node.op == "call_function" and is_random(node):
-            raise BranchError("its code asks the values of a tensor whether to draw random numbers", branch)
 
 
 # ---- gradients
@@ -196,7 +179,8 @@ def _read_without_copy(branch: Node) -> None:
     skipped = branch.args[2]
     assert isinstance(skipped, Node)
     for user in list(skipped.users):
-        if user.target is aten.clone.default and not user.kwargs and _alike(user, skipped):
+        plain = user.kwargs in ({}, {"memory_format": torch.preserve_format})
+        if user.target is aten.clone.default and plain and _alike(user, skipped):
             user.replace_all_uses_with(skipped)
 
 

@@ -148,8 +148,15 @@ def _is_not_negative(node: Node) -> bool:
     if node.target is aten.bincount.default:
         return arguments(node)["weights"] is None
     if node.target in (*_SUMS, *SAME, *_MOVED):
-        return _is_not_negative(node.args[0])  # type: ignore[arg-type]
+        kept = node.target not in _SUMS or _holds_counts(node)
+        return kept and _is_not_negative(node.args[0])  # type: ignore[arg-type]
     return _is_binary(node)
+
+
+def _holds_counts(node: Node) -> bool:
+    """True for a dtype in which no sum of zeros and ones overflows to zero or less."""
+    dtype = node.meta["val"].dtype
+    return dtype is torch.int64 or dtype.is_floating_point
 
 
 @_rule(*SAME)
@@ -213,7 +220,7 @@ _ANY = (aten.any.default, aten.any.dim, aten.any.dims)
 def _reduced(known: Somewhere, node: Node, places: dict[int, int]) -> Name | None:
     given, operand = arguments(node), node.args[0]
     assert isinstance(operand, Node)
-    if node.target in _SUMS and not _is_not_negative(operand):
+    if node.target in _SUMS and not (_is_not_negative(operand) and _holds_counts(node)):
         return None
     rank, dim = operand.meta["val"].dim(), given.get("dim")
     gone = {d % rank for d in ([dim] if isinstance(dim, int) else dim or range(rank))} if rank else set()

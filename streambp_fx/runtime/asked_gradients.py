@@ -16,6 +16,8 @@ from torch.fx import Node
 
 from ..passes.graph.facts import Facts
 
+HOOKED = "a parameter that only some branches on data give a gradient has a hook on it"
+
 
 class Answers:
     """What the branches of one step asked, once it is known.
@@ -54,6 +56,19 @@ class _WhereAsked(torch.autograd.Function):
         return gradient if gradient is not None and ctx.answers.hold(ctx.ways) else None, None, None
 
 
+def has_hooks(value: Any) -> bool:
+    """True for a tensor with hooks on its gradient: PyTorch calls them also if there is none."""
+    if not isinstance(value, Tensor):
+        return False
+    return bool(value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None))
+
+
+def is_hooked(facts: Facts, inputs: Sequence[Any]) -> bool:
+    """True if an input of a graph that does not always have a gradient has hooks on it."""
+    placeholders = [n for n in facts.nodes if n.op == "placeholder"] if facts.where_asked else []
+    return any(n in facts.where_asked and has_hooks(v) for n, v in zip(placeholders, inputs, strict=False))
+
+
 def where_asked(facts: Facts, values: Mapping[Node, Any]) -> tuple[dict[Node, Any], Answers]:
     """Values of a step of which those have a gradient that eager gives one, and what says it.
 
@@ -64,6 +79,6 @@ def where_asked(facts: Facts, values: Mapping[Node, Any]) -> tuple[dict[Node, An
     answers, found = Answers(), dict(values)
     for node, ways in facts.where_asked.items():
         value = found.get(node)
-        if isinstance(value, Tensor) and value.requires_grad:
+        if isinstance(value, Tensor) and value.requires_grad and not has_hooks(value):
             found[node] = _WhereAsked.apply(value, answers, ways)
     return found, answers

@@ -12,6 +12,12 @@ from ...graph.facts import CapturedGraph, shape_of, tensors_of
 from ...graph.purity import is_impure, is_random
 from .op import RowSelection
 
+VIEWS = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+)
+
 
 def row_selections(captured: CapturedGraph) -> CapturedGraph:
     """Put what is made of selected rows, up to where it is put back, into one node each; in place.
@@ -104,6 +110,14 @@ def _is_convex(graph: Graph, inside: set[Node], operands: list[Node]) -> bool:
     return later.isdisjoint(operands)
 
 
+def _say_sizes(node: Node) -> None:
+    """Write out a size of a view that PyTorch cannot find where there are no rows."""
+    if node.target in VIEWS and isinstance(node.args[1], (list, tuple)):
+        made = node.meta["val"].shape
+        sizes = [made[k] if s == -1 and isinstance(made[k], int) else s for k, s in enumerate(node.args[1])]
+        node.args = (node.args[0], sizes)
+
+
 def _module_of(root: GraphModule, region: list[Node], operands: list[Node], result: Node) -> GraphModule:
     graph = Graph()
     copies = {}
@@ -112,5 +126,6 @@ def _module_of(root: GraphModule, region: list[Node], operands: list[Node], resu
         copies[node].meta = dict(node.meta)
     for node in region:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        _say_sizes(copies[node])
     graph.output(copies[result])
     return GraphModule(root, graph)

@@ -14,7 +14,11 @@ import itertools
 from ..loops.names import names_in, read_behind
 
 TRACED = "_streambp_traced"
-_FLAT = {"flatten", "squeeze", "view", "reshape", "ravel"}
+# What makes a vector of a column, with these arguments.
+_FLAT = {
+    *("flatten()", "ravel()", "squeeze()", "squeeze(-1)", "squeeze(1)", "squeeze(dim=-1)", "squeeze(dim=1)"),
+    *("view(-1)", "reshape(-1)"),
+}
 
 
 class Entry(enum.Enum):
@@ -113,11 +117,11 @@ def _chosen_by(value: ast.expr) -> tuple[ast.expr | None, Entry]:
     entry = Entry.ROW
     while (called := _method_of(value)) is not None:
         method, operand = called
-        if method == "tolist" and _is_flat(operand):
+        if method == "tolist()" and _is_flat(operand):
             entry = Entry.NUMBER
         elif method in _FLAT:
             entry = Entry.SCALAR if entry is Entry.ROW else entry
-        elif method != "unbind":
+        elif method != "unbind()":
             break
         value = operand
     if isinstance(value, ast.Subscript):
@@ -126,17 +130,17 @@ def _chosen_by(value: ast.expr) -> tuple[ast.expr | None, Entry]:
 
 
 def _method_of(value: ast.expr) -> tuple[str, ast.expr] | None:
-    """`f` and `x` of `x.f(...)`; not of `torch.f(...)`."""
+    """`f(...)` and `x` of `x.f(...)`; not of `torch.f(...)`."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute) or _is_torch(value.func):
         return None
-    return value.func.attr, value.func.value
+    whole, operand = ast.unparse(value), ast.unparse(value.func.value)
+    return whole.removeprefix(f"{operand}."), value.func.value
 
 
 def _is_flat(value: ast.expr) -> bool:
     """True for an expression whose entries are numbers."""
-    if isinstance(value, ast.Subscript):
-        return True
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _FLAT
+    called = _method_of(value)
+    return isinstance(value, ast.Subscript) or (called is not None and called[0] in _FLAT)
 
 
 def _of_subscript(value: ast.Subscript, entry: Entry) -> tuple[ast.expr | None, Entry]:
@@ -222,37 +226,64 @@ class _Placed(ast.NodeTransformer):
 
 
 class _Counts(ast.NodeTransformer):
-    """Leaves lists of counts as tensors where they are only asked whether there is something.
+    """Leaves counts as tensors where they are only compared with a number.
 
     Args:
         tree: the function.
     """
 
     def __init__(self, tree: ast.FunctionDef) -> None:
-        tests = [n.test for n in ast.walk(tree) if isinstance(n, ast.If)]
-        self.asked = {id(n) for n in names_in(tests)}
-        entries = (n.value for t in tests for n in ast.walk(t) if isinstance(n, ast.Subscript))
-        self.asked &= {id(n) for n in entries if isinstance(n, ast.Name)}
-        self.tree, self.tests = tree, {id(n) for t in tests for n in ast.walk(t)}
+        self.tree = tree
+        asked = [x for n in ast.walk(tree) if isinstance(n, ast.If) for x in _compared(n.test)]
+        self.items = {id(x) for x in asked if _is_item(x)}
+        entries = (
+            x
+            for x in asked
+            if isinstance(x, ast.Subscript) and not isinstance(x.slice, (ast.Slice, ast.Tuple))
+        )
+        self.lists = {id(x.value) for x in entries if isinstance(x.value, ast.Name)}
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
         target, value = node.targets[0], node.value
         if len(node.targets) == 1 and isinstance(target, ast.Name) and _is_list(value):
             named = [n for n in names_in([self.tree]) if n.id == target.id]
             if len([n for n in named if isinstance(n.ctx, ast.Store)]) == 1 and all(
-                id(n) in self.asked for n in named if isinstance(n.ctx, ast.Load)
+                id(n) in self.lists for n in named if isinstance(n.ctx, ast.Load)
             ):
-                kept = ast.parse(f"{TRACED}.counts(_)", mode="eval").body
-                _locate(kept, node)
-                kept.args = [value.func.value]  # type: ignore[attr-defined]
-                node.value = kept
+                node.value = _called("counts", value.func.value, node)  # type: ignore[attr-defined]
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`x.item()` in what a branch asks is `x`."""
+        """`x.item()` is `x` there."""
         self.generic_visit(node)
-        item = isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args
-        return node.func.value if item and id(node) in self.tests else node  # type: ignore[attr-defined]
+        return _called("item", node.func.value, node) if id(node) in self.items else node  # type: ignore[attr-defined]
+
+
+def _compared(test: ast.expr) -> list[ast.expr]:
+    """What a test asks about: whether it is not zero, or how it compares with a number."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
+    if not isinstance(test, ast.Compare):
+        return [test]
+    order = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    number = isinstance(test.comparators[0], ast.Constant) and type(test.comparators[0].value) in (int, float)
+    plain = len(test.ops) == 1 and isinstance(test.ops[0], order) and number
+    return [test.left] if plain else []
+
+
+def _is_item(value: ast.expr) -> bool:
+    """True for `x.item()`."""
+    called = _method_of(value)
+    return called is not None and called[0] == "item()"
+
+
+def _called(function: str, operand: ast.expr, like: ast.AST) -> ast.Call:
+    """A call of one of the functions of `traced`."""
+    call = ast.parse(f"{TRACED}.{function}(_)", mode="eval").body
+    _locate(call, like)
+    call.args = [operand]  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
 def _is_list(value: ast.expr) -> bool:

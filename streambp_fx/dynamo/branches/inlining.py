@@ -17,7 +17,7 @@ from ..loops.inlining import is_written, with_code
 from ..loops.record import current_record
 from ..sizes import trace_again
 from ..this_backend import is_ours
-from .body import in_body, is_body
+from .body import in_body, is_body, watch_effects
 from .rewriting import with_branches
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ def watch_branches() -> None:
     original = InliningInstructionTranslator.inline_call
     if getattr(original, MARK, False):
         return
+
+    watch_effects()
 
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:

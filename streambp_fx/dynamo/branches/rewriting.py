@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from types import CodeType
 
-from ..loops.names import names_in, read_behind, stores
+from ..loops.names import names_in, stores
 from ..loops.source import source_of
 from .chosen import TRACED, with_all_entries
 
@@ -18,6 +18,7 @@ PREFIX = "_streambp_branch_"
 PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.If, ast.For)
 # Expressions that mean something else in a function of its own, or have effects.
 OTHER = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Lambda)
+OF_AN_OBJECT = {"requires_grad", "grad_fn", "is_leaf", "_version", "_base", "data_ptr", "grad", "retain_grad"}
 OWN_FRAME = {"super", "locals", "__class__", "vars", "eval", "exec"}
 
 
@@ -37,6 +38,8 @@ def with_branches(code: CodeType) -> CodeType | None:
     if any(isinstance(n, (ast.Global, ast.Nonlocal)) for n in ast.walk(tree)):
         return None
     captured = _captured(tree)
+    if _asks_which(tree):
+        return None
     found = [b for b in _branches(tree) if _why_not(b) is None and captured.isdisjoint(_stored(b))]
     if not found:
         return None
@@ -47,6 +50,18 @@ def with_branches(code: CodeType) -> CodeType | None:
             ast.copy_location(node, tree.body[0])
     tree.body.insert(0, own)
     return source.compiled()
+
+
+def _asks_which(tree: ast.FunctionDef) -> bool:
+    """True for a function that asks more of an object than its values: a branch may have made another one."""
+    asked = (n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+    compared = (n for n in ast.walk(tree) if isinstance(n, ast.Compare))
+    same = (
+        isinstance(op, (ast.Is, ast.IsNot)) and not isinstance(value, ast.Constant)
+        for n in compared
+        for op, value in zip(n.ops, n.comparators, strict=True)
+    )
+    return bool(OF_AN_OBJECT.intersection(asked)) or any(same) or "id" in {n.id for n in names_in([tree])}
 
 
 def _captured(tree: ast.FunctionDef) -> set[str]:
@@ -218,9 +233,15 @@ class _Changed(ast.NodeTransformer):
 
 
 def _assigned(tree: ast.FunctionDef, branch: ast.If) -> tuple[list[str], list[str]]:
-    """Variables that the body assigns and somebody reads later, and those whose tensors it changes."""
-    changed = _changed_in_place(branch.body)
-    return sorted((_stored(branch) - set(changed)) & read_behind(tree.body, branch)), changed
+    """Variables that the body assigns and somebody may read later, and those whose tensors it changes."""
+    changed, inner = _changed_in_place(branch.body), set(ast.walk(branch))
+    outside = {n.id for n in names_in([tree]) if n not in inner and not isinstance(n.ctx, ast.Store)}
+    given = [
+        n
+        for n in sorted(_stored(branch) - set(changed))
+        if n in outside or not _is_made_within(branch.body, n)
+    ]
+    return given, changed
 
 
 def _choice(prefix: str, branch: ast.If, given: list[str], changed: list[str]) -> list[ast.stmt]:
@@ -242,7 +263,7 @@ def _choice(prefix: str, branch: ast.If, given: list[str], changed: list[str]) -
         "        pass",
         f"        return {listed}",
         f"    {prefix}taken = {prefix}body({', '.join(names)})",
-        f"    {prefix}made = {TRACED}.results({prefix}predicate, {prefix}taken, {listed})",
+        f"    {prefix}made = {TRACED}.results({prefix}predicate, {prefix}taken, {listed}, {len(given)})",
         *(f"    {n} = {prefix}made[{k}]" for k, n in enumerate(given)),
         *(f"    {n}.copy_({prefix}made[{len(given) + k}])" for k, n in enumerate(changed)),
     ]

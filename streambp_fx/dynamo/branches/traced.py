@@ -39,7 +39,7 @@ def vector(mask: Tensor) -> Tensor:
         mask: of the shape (entries,), which are always as many, and any dtype.
     """
     assert isinstance(mask, Tensor) and mask.dim() == 1
-    return mask
+    return mask.clone()  # as it is now
 
 
 def at(values: Any, place: int, as_row: bool) -> Any:
@@ -56,22 +56,28 @@ def at(values: Any, place: int, as_row: bool) -> Any:
 
 def counts(values: Any) -> Any:
     """Counts, (entries,), of which is only asked whether they are zero."""
-    return values if isinstance(values, Tensor) and values.dim() == 1 else values.tolist()
+    return values.clone() if isinstance(values, Tensor) and values.dim() == 1 else values.tolist()
+
+
+def item(value: Any) -> Any:
+    """A tensor of one element that is only compared with a number."""
+    return value.reshape(()).clone() if isinstance(value, Tensor) and value.numel() == 1 else value.item()
 
 
 def own(value: Tensor) -> Tensor:
     """A copy of a tensor of any shape and dtype, which the body may change in place."""
     assert isinstance(value, Tensor)
-    return value.clone()
+    return value.clone(memory_format=torch.preserve_format)  # which `is_own_copy` knows
 
 
-def results(predicate: Tensor, taken: Any, skipped: Any) -> tuple[Tensor, ...]:
+def results(predicate: Tensor, taken: Any, skipped: Any, rebound: int) -> tuple[Tensor, ...]:
     """What becomes of variables.
 
     Args:
         predicate: what was asked.
         taken: their values after the body, tensors.
         skipped: those before, of the same shapes and dtypes.
+        rebound: so many of the first ones the body gives another value; the others it changes in place.
     """
     found = []
     for new, old in zip(taken, skipped):  # noqa: B905  (Dynamo of PyTorch 2.11 traces no `strict`)
@@ -80,5 +86,5 @@ def results(predicate: Tensor, taken: Any, skipped: Any) -> tuple[Tensor, ...]:
             continue
         assert isinstance(new, Tensor) and isinstance(old, Tensor)
         assert new.dtype == old.dtype and new.device == old.device and new.dim() == old.dim()
-        found.append(BRANCH(predicate, new, old))
+        found.append(BRANCH(predicate, new, old, len(found) < rebound))
     return tuple(found)

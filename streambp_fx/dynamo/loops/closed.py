@@ -64,13 +64,12 @@ class NotClosed(Exception):
     """A body knows of something that may be another thing for each row."""
 
 
-def refuse_open(body: Any, effects: SideEffects, strict: bool = True) -> list[int]:
+def refuse_open(body: Any, effects: SideEffects) -> list[int]:
     """See to it that the function of a body refers to nothing that may change from row to row.
 
     Args:
         body: what Dynamo knows of the function.
         effects: of the trace.
-        strict: what was made for this call is refused. Dynamo notes what becomes of it.
 
     Returns:
         Which values it refers to, in an order of theirs: another list if one of them is changed.
@@ -90,7 +89,7 @@ def refuse_open(body: Any, effects: SideEffects, strict: bool = True) -> list[in
             value = value.realize()
         if id(value) not in seen:
             seen[id(value)] = None
-            pending += _within(value, effects, strict)
+            pending += _within(value, effects)
     return list(seen)
 
 
@@ -98,13 +97,13 @@ class Unchanged:
     """What a body may change where Dynamo lets it: outside of a scan, where it is traced for its shapes.
 
     Args:
-        body, effects, strict: as `refuse_open` takes them.
+        body, effects: as `refuse_open` takes them.
     """
 
-    def __init__(self, body: Any, effects: SideEffects, strict: bool = True) -> None:
-        self.body, self.effects, self.strict = body, effects, strict
-        self.reached, self.known = refuse_open(body, effects, strict), self._known()
-        self.modified, self.stored = self._modified(), self._stored()
+    def __init__(self, body: Any, effects: SideEffects) -> None:
+        self.body, self.effects = body, effects
+        self.reached, self.known = refuse_open(body, effects), self._known()
+        self.modified = self._modified()
 
     def refuse_changes(self) -> None:
         """Look again.
@@ -116,9 +115,8 @@ class Unchanged:
         same = all(now.get(k) == value for k, value in self.known.items())
         if (
             not same
-            or refuse_open(self.body, self.effects, self.strict) != self.reached
+            or refuse_open(self.body, self.effects) != self.reached
             or self._modified() != self.modified
-            or (not self.strict and self._stored() != self.stored)
         ):
             raise NotClosed("it changes something outside of it")
 
@@ -132,18 +130,13 @@ class Unchanged:
             found[id(value)] = list(map(id, entries)), [(n, id(v)) for n, v in own.items()]
         return found
 
-    def _stored(self) -> set[int]:
-        """What has been given attributes and was not made meanwhile: tensors among it."""
-        stores = self.effects.store_attr_mutations
-        return {id(x) for x in stores if not isinstance(x.mutation_type, NEW)}
-
     def _modified(self) -> set[int]:
         """Objects from before the trace that it changes."""
         known = [x for x in self.effects.id_to_variable.values() if not isinstance(x.mutation_type, NEW)]
         return {id(x) for x in known if self.effects.is_modified(x)}
 
 
-def _within(value: VariableTracker, effects: SideEffects, strict: bool) -> Iterator[VariableTracker]:
+def _within(value: VariableTracker, effects: SideEffects) -> Iterator[VariableTracker]:
     """The values that one leads to."""
     yield from effects.store_attr_mutations.get(value, {}).values()
     if isinstance(value, NestedUserFunctionVariable):
@@ -156,12 +149,12 @@ def _within(value: VariableTracker, effects: SideEffects, strict: bool) -> Itera
     elif isinstance(value, kinds.ConstDictVariable):
         yield from value.items.values()
     elif isinstance(value, UserDefinedVariable) and not isinstance(value, UserDefinedClassVariable):
-        if value.source is None and strict:
+        if value.source is None:
             raise NotClosed(f"it reads an object that was made for this call ({type(value).__name__})")
     elif isinstance(value, kinds.UserMethodVariable):
         yield called_object(value)
     elif isinstance(value, BaseUserFunctionVariable):
-        if value.source is None and strict:
+        if value.source is None:
             raise NotClosed("it calls a function that was made for this call")
     elif not isinstance(value, (*NUMBERS, *FIXED)) and not value.is_python_constant():
         raise NotClosed(f"it reads a value that may change from row to row ({type(value).__name__})")

@@ -52,6 +52,7 @@ OTHERS: dict[str, Asked] = {
     "in half of the bits": lambda chosen, weights: (chosen * 128).to(torch.int8) == 2,
     "less": lambda chosen, weights: chosen < 2,
     "another class": lambda chosen, weights: F.one_hot(chosen, EXPERTS)[:, 1, 2],
+    "a sum that overflows": lambda chosen, weights: (chosen == 2).repeat(128, 1).sum(dtype=torch.int8) > 0,
     "a fraction": lambda chosen, weights: (chosen == 2).sum() > 0.5,
     "squeezed away": lambda chosen, weights: F.one_hot(chosen[:1], EXPERTS).squeeze(0)[:, 2],
 }

@@ -1,0 +1,111 @@
+"""What the body of a branch on data may consist of, if it is run where eager would not run it.
+
+Where no row is selected, ops on selected rows are run on none. Each has to take that, and to give no rows:
+then all gradients that come out of it are sums of nothing. Other ops of the body must not fail, and their
+derivatives must be finite, since they are multiplied by gradients of zero. What is not in these lists is
+refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from ..graph.facts import tensors_of
+from ..graph.functionalization import ASKS, BranchError
+from ..graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
+from ..graph.purity import is_random
+from ..rules.pointwise import pointwise_ops
+from .emptiness import SELECTED_BY_MASK, Name, Somewhere, symbols_of_values
+
+aten = torch.ops.aten
+OWN = {BRANCH.default, PREDICATE.default, PREDICATE_OF_SIZE.default}
+VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int, aten.permute.default,
+    aten.t.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.chunk.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem,
+    aten.contiguous.default, aten.clone.default, aten.detach.default, aten.to.dtype, aten._to_copy.default,
+}  # fmt: skip
+PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
+# Ops that take no rows, and give none.
+ON_NO_ROWS = {
+    *VIEWS, *PRODUCTS, *SELECTED_BY_MASK, aten.layer_norm.default, aten.rms_norm.default, aten.softmax.int,
+    aten.log_softmax.int, aten.cat.default, aten.stack.default, aten.index.Tensor, aten.index_select.default,
+    aten.gather.default, aten.sum.dim_IntList, aten.mean.dim, aten.zeros_like.default, aten.ones_like.default,
+    aten.new_zeros.default, aten.index_add.default, aten.index_put.default, aten.scatter_add.default,
+}  # fmt: skip
+# Ops that do not fail, and have finite derivatives at finite values.
+FINITE = {
+    *VIEWS, *PRODUCTS, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, aten.sum.default,
+    aten.sum.dim_IntList, aten.where.self, aten.zeros.default, aten.zeros_like.default, aten.ones.default,
+    aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.any.default,
+    aten.any.dim, aten.bincount.default, aten.full_like.default, aten.lift_fresh_copy.default,
+}  # fmt: skip
+COMPARISONS = {
+    aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.gt.Scalar, aten.gt.Tensor,
+    aten.ge.Scalar, aten.ge.Tensor, aten.lt.Scalar, aten.lt.Tensor, aten.le.Scalar, aten.le.Tensor,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.bitwise_and.Tensor,
+    aten.bitwise_or.Tensor, aten.bitwise_not.default, aten.__and__.Tensor, aten.__or__.Tensor,
+}  # fmt: skip
+
+
+def check_body(known: Somewhere, name: Name, body: Iterable[Node], way: set[Node], branch: Node) -> None:
+    """The body of a branch may be run where what is asked does not hold.
+
+    Args:
+        known: of the graph.
+        name: of what is asked.
+        body: its ops.
+        way: those that lead from its result back to what was there before.
+        branch: it.
+
+    Raises:
+        BranchError: it may not.
+    """
+    for node in body:
+        if node.op != "call_function" or node in way or node.target in OWN:
+            continue
+        if is_random(node):
+            raise BranchError(f"{ASKS} to draw random numbers", branch)
+        if tensors_of(node) and not _is_harmless(known, name, node):
+            raise BranchError(
+                f"{ASKS} to run {node.target}, which is not known to be harmless without rows", branch
+            )
+
+
+def _is_harmless(known: Somewhere, name: Name, node: Node) -> bool:
+    none = {s: 0 for s in symbols_of_values(node) if _counts_none(known, name, s)}
+    values = tensors_of(node)
+    if none and all(any(size.subs(none) == 0 for size in _sizes(v)) for v in values):
+        return node.target in ON_NO_ROWS or node.target in POINTWISE
+    if any(_symbols(n) for n in node.all_input_nodes):
+        return False
+    return node.target in FINITE or node.target in COMPARISONS
+
+
+POINTWISE = frozenset(pointwise_ops())
+
+
+def _sizes(value: Any) -> list[sympy.Expr]:
+    return [sympy.sympify(s.node.expr if isinstance(s, torch.SymInt) else s) for s in value.shape]
+
+
+def _symbols(node: Node) -> set[sympy.Symbol]:
+    """Symbols of numbers of selected rows in a value, or in a number."""
+    value = node.meta.get("val")
+    leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, (torch.Tensor, torch.SymInt))]
+    return set().union(*map(free_unbacked_symbols, leaves))
+
+
+def _counts_none(known: Somewhere, name: Name, symbol: sympy.Symbol) -> bool:
+    """True if a number of selected rows is 0 where what is asked does not hold."""
+    mask = known.mask(symbol)
+    return mask is not None and name in known.implied(mask)
