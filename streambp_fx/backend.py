@@ -256,8 +256,8 @@ class CompiledGraph:
         self.counts = counts or StepCounts()
         self.stored = None if sharded is None else GraphGroups(sharded, example_inputs)
         self.placeless, self.declared = placeless, declared
-        self.may_leave = otherwise is not None
         self.otherwise = otherwise or Otherwise(with_plain_loops(module))
+        self.may_leave = not isinstance(self.otherwise.run, GraphModule)  # for Python code
         self.module, self.lengths, self.options, self.report = module, lengths, options, report
         self.example_inputs: Sequence[Any] = example_inputs
         # By which of the sizes are equal: what has no streamed version.

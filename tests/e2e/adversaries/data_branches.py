@@ -337,3 +337,164 @@ def what_the_last_one_has_left(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
             last = m.experts[e](last)
             out[mask] = last[mask]
     return x + out.view_as(x)
+
+
+# ---- found by an adversary
+
+
+@CASES.block(parts=parts)
+def views_that_need_a_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Of no rows PyTorch does not know the last size."""
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            rows = flat[mask]
+            out[mask] += m.experts[e](rows.view(rows.shape[0], 3, -1).flatten(1))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def the_first_of_the_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, mask = x.clone(), ids > 1000
+    if mask.any():
+        rows = x[mask]
+        out[mask] = m.lonely(rows) + rows[0] + rows.amax(0)
+    return out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_infinite_derivative(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Zero times infinity, of a parameter that is read outside as well."""
+    zero = m.unused.weight[0] * 0
+    out, mask = x * (1 + zero), ids > 1000
+    if mask.any():
+        out[mask] = x[mask] * zero.sqrt()
+    return out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def two_names_of_one_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    rows = out.view(-1, WIDTH)
+    mask, other = ids.reshape(-1) == 3, ids == 3
+    if mask.any():
+        rows[mask] = m.lonely(x.reshape(-1, WIDTH)[mask])
+        out[other] *= 2
+    return out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def read_by_another_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    same, mask = out, ids == 3
+    made = x.clone()
+    if mask.any():
+        out[mask] = m.lonely(x[mask])
+        made[mask] = same[mask] * 2
+    return out + made
+
+
+@CASES.block(NOT_TAKEN, parts)
+def changed_in_place_behind_it(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Where it is not taken, the value is still the one from before."""
+    x = x * 1
+    made, mask = x, ids > 1000
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    made += m.scale
+    return x
+
+
+@CASES.block(NOT_TAKEN, parts)
+def is_it_the_one_from_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, mask = x, ids > 1000
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x * 5 if made is x else x + made
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_set_is_filled(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, ran = torch.zeros_like(flat), set[int]()
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] += m.experts[e](flat[mask])
+            _unused = ran.add(e)  # type: ignore[func-returns-value]
+    return x + out.view_as(x) / len(ran)
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def a_slice_of_counts(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    for e in range(EXPERTS):
+        if counts[e : e + 1] == [0]:
+            continue
+        row, _ = torch.where(chosen == e)
+        out[row] += m.experts[e](flat[row])
+    return x + out.view_as(x)
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def an_item_in_a_set(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.sum().item() in {0}:
+            continue
+        out[mask] += m.experts[e](flat[mask])
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def hits_as_they_were(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    counts = F.one_hot(chosen % 2, EXPERTS).sum((0, 1))
+    hit = counts.nonzero()
+    counts.copy_(F.one_hot(chosen, EXPERTS).sum((0, 1)))
+    for e in hit:
+        row, _ = torch.where(chosen == e)
+        out.index_add_(0, row, m.experts[e](flat[row]))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_assignment_before_a_break(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    other = made = x
+    mask = ids == 3
+    for k in range(2):
+        if mask.any():
+            made = made.index_put((mask,), m.lonely(x[mask]))
+            other = x + 1
+        if k == 1:
+            break
+        other = x * 0.5
+    return made + other
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def all_hits_in_one_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    hits = F.one_hot(chosen, EXPERTS).sum((0, 1)) > 0
+    for e in hits.nonzero().view(1, -1):
+        mask = (chosen[..., None] == e).any(-1).any(-1)
+        if mask.any():
+            out[mask] += m.lonely(flat[mask])
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_sum_that_overflows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat = x.reshape(-1, WIDTH)
+    out, mask = flat.clone(), torch.ones(flat.shape[0], dtype=torch.bool)
+    if mask.repeat(2).sum(dtype=torch.int8) > 0:
+        out[mask] = m.lonely(flat[mask])
+    return out.view_as(x)

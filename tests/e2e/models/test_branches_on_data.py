@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -203,3 +204,21 @@ def test_less_memory_than_checkpointing() -> None:
         known = [*one.parameters(), *given]
         peaks.append(peak_live_bytes(lambda one=one: one(*given).backward(), known))
     assert peaks[1] * 2.5 < peaks[0], peaks
+
+
+def test_hooks_are_not_called_for_nothing() -> None:
+    """PyTorch calls hooks with None; eager does not come to those of an expert that did not run."""
+    eager = Model("any")
+    model = copy.deepcopy(eager)
+    streambp_fx.transform(model, chunk=8, seq_dim={"ids": 1})
+    seen: list[list[str]] = [[], []]
+    for step, hooked in enumerate((False, True, True)):
+        for one, own in zip((eager, model), seen, strict=True):
+            for name, p in one.experts.named_parameters() if step == 1 else ():
+                p.register_hook(lambda g, own=own, name=name: (own.append(name), 2 * g)[1])
+            one.zero_grad()
+            expected = pytest.warns(streambp_fx.StreamBPWarning, match="has a hook on it")
+            with expected if hooked and one is model else contextlib.nullcontext():
+                one(*batch(step)).backward()
+        assert_same(grads(model), grads(eager))
+    assert sorted(seen[0]) == sorted(seen[1]) and seen[0]
