@@ -289,7 +289,7 @@ class Executor:
 
     def _where_asked(self, values: dict[Node, Any], step: StepData) -> tuple[dict[Node, Any], Answers]:
         """Values of which those have a gradient that eager gives one, see `asked_gradients`."""
-        alone = step.training and step.own is None and self.stored is None
+        alone = step.training and self.stored is None
         return where_asked(self.facts, values) if alone else (values, Answers())
 
     def frame(

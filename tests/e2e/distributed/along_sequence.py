@@ -189,6 +189,36 @@ def _unchunked() -> nn.Module:
     return model
 
 
+class _Asked(nn.Module):
+    """Experts that run only if some row has chosen them; the last one is never chosen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.experts = (
+            nn.Linear(width, 4),
+            nn.ModuleList(nn.Linear(width, width) for _ in range(4)),
+        )
+        with torch.no_grad():
+            self.router.bias[3] = -1e4
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(rows).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(rows)
+        for e in range(4):
+            row, choice = torch.where(chosen == e)
+            if row.numel() == 0:
+                continue
+            out.index_add_(0, row, self.experts[e](rows[row]).tanh() * weights[row, choice, None])
+        return out.view_as(x)
+
+
+def _asked() -> nn.Module:
+    model = _dense()
+    model.model.layers[1].mlp = _Asked(model.config.hidden_size)
+    return model
+
+
 class _LastButOne(nn.Module):
     """A loss on the logits without the last row, in the model's own code."""
 
@@ -236,6 +266,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unchunked": _unchunked,
     "unchunked attention": lambda: unchunked_attention(_dense()),
     "last but one": _LastButOne,
+    "asked": _asked,
     "shown": _Shown,
 }
 

@@ -65,6 +65,7 @@ SLOW = [
     Case("experts"),
     Case("alibi", padding="left"),
     Case("lora", options={"every": 2}),
+    Case("asked", padding="right"),
     Case(accumulate=2, padding="left"),
     Case("window", door="compile"),
     Case(padding="documents"),
