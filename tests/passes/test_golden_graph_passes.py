@@ -58,7 +58,7 @@ def not_trained(m: Small, ids: Tensor) -> Tensor:
 def where_there_are_some(m: Small, ids: Tensor) -> Tensor:
     x, mask = m.embed(ids).flatten(0, 1), ids.flatten() > 4
     asked = predicate(mask.any(), False)
-    (made,) = results(asked, (x.index_put((mask,), m.first(x[mask])),), (x,))
+    (made,) = results(asked, (x.index_put((mask,), m.first(x[mask])),), (x,), 1)
     return m.head(made)
 
 
@@ -66,7 +66,7 @@ def unless_there_are_none(m: Small, ids: Tensor) -> Tensor:
     x = m.embed(ids).flatten(0, 1)
     at = (ids.flatten() == 3).nonzero().squeeze(1)
     asked = predicate(at.shape[0] == 0, True)
-    (made,) = results(asked, (x.index_add(0, at, m.first(x[at])),), (x,))
+    (made,) = results(asked, (x.index_add(0, at, m.first(x[at])),), (x,), 1)
     return m.head(made)
 
 
@@ -76,7 +76,7 @@ def where_it_is_counted(m: Small, ids: Tensor) -> Tensor:
     for number, layer in enumerate((m.first, m.second)):
         (at,) = torch.where(ids.flatten() % 2 == number)
         asked = predicate(counts[number] > 0, False)
-        (made,) = results(asked, (made.index_add(0, at, layer(x[at])),), (made,))
+        (made,) = results(asked, (made.index_add(0, at, layer(x[at])),), (made,), 1)
     return m.head(made)
 
 
