@@ -32,6 +32,7 @@ GRAPH_PASSES = [
     "autocast",
     "normalize",
     "trained_bias",
+    "branches",
     "row_selections",
     "axes",
     "footprints",
