@@ -16,18 +16,14 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import CapturedGraph, shape_of, tensors_of
-from ..graph.functionalization import BranchError
+from ..graph.functionalization import ASKS, BranchError
 from ..graph.ops.branch import BRANCH, PREDICATE, asked_by
 from ..s1_capture.normalize import normalize
-from .branch_bodies import check_body
+from .branch_bodies import PUTS, check_body, check_conditional
 from .emptiness import Name, Somewhere, is_mask, symbols_of_values
 from .gradient_edges import GradientEdges
 
 aten = torch.ops.aten
-PUTS = {
-    aten.index_put.default, aten.index_add.default, aten.index_copy.default, aten.scatter_add.default,
-    aten.scatter.src,
-}  # fmt: skip
 # Views and copies with the entries of their operand, in the same order.
 IN_ORDER = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
@@ -52,15 +48,18 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
         return captured
     known, numbers, masks = Somewhere(graph), dict[Name, int](), list[Node]()
     asked: dict[Node, int] = {}
+    within = set(found)
     order = {n: k for k, n in enumerate(graph.nodes)}
     for node in found:
         name, mask, puts = _proved(known, node)
-        check_body(known, name, list(graph.nodes)[order[asked_by(node)] : order[node]], puts, node)
+        body = list(graph.nodes)[order[asked_by(node)] : order[node]]
+        check_body(known, name, body, puts, node)
+        within.update(body)
         if name not in numbers:
             numbers[name] = len(masks)
             masks.append(mask)
         asked[node] = numbers[name]
-    ways = _ways(captured, asked)
+    ways = _ways(captured, asked, within)
     for node in found:
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
         _read_without_copy(node)
@@ -132,11 +131,16 @@ def _alike(node: Node, other: Node) -> bool:
 # ---- gradients
 
 
-def _ways(captured: CapturedGraph, asked: dict[Node, int]) -> dict[Node, frozenset[Way]]:
+def _ways(captured: CapturedGraph, asked: dict[Node, int], within: set[Node]) -> dict[Node, frozenset[Way]]:
     """By input with a gradient that it does not always have: the ways in which one comes to it.
 
+    Args:
+        captured: the graph.
+        asked: by branch, the number of what it asks.
+        within: the ops of bodies.
+
     Raises:
-        BranchError: there are too many.
+        BranchError: there are too many, or they differ between results, or lead through other ops.
     """
     nodes = list(captured.module.graph.nodes)
     edges, sources = GradientEdges(captured.values), dict[Node, list[Node]]()
@@ -146,14 +150,33 @@ def _ways(captured: CapturedGraph, asked: dict[Node, int]) -> dict[Node, frozens
         if found:
             differentiated.add(node)
             sources[node] = found
-    ways: dict[Node, frozenset[Way]] = dict.fromkeys(nodes[-1].all_input_nodes, ALWAYS)
+    outputs = [n for n in nodes[-1].all_input_nodes if n in differentiated]
+    given = [n for n in captured.differentiable if n.op == "placeholder"]
+    found = [_ways_from(output, nodes, sources, asked) for output in outputs]
+    for node in given:
+        if len({own[node] for own in found if node in own}) > 1:
+            raise BranchError(f"{ASKS} what has a gradient, which differs between what the model returns")
+    ways: dict[Node, frozenset[Way]] = {}
+    for own in found:
+        for node, more in own.items():
+            ways[node] = _shortest(ways.get(node, frozenset()) | more)
+    conditional = [n for n, own in ways.items() if own != ALWAYS and n not in within]
+    if asked:
+        check_conditional(conditional, next(iter(asked)))
+    return {n: ways[n] for n in given if ways.get(n, ALWAYS) != ALWAYS}
+
+
+def _ways_from(
+    output: Node, nodes: list[Node], sources: dict[Node, list[Node]], asked: dict[Node, int]
+) -> dict[Node, frozenset[Way]]:
+    """The ways in which a gradient of a result comes to each value."""
+    ways = {output: ALWAYS}
     for node in reversed(nodes[:-1]):
         own = ways.get(node)
         for source in sources.get(node, ()) if own else ():
             assert own is not None
             ways[source] = _shortest(ways.get(source, frozenset()) | _through(node, source, own, asked))
-    given = (n for n in captured.differentiable if n.op == "placeholder")
-    return {n: ways[n] for n in given if ways.get(n, ALWAYS) != ALWAYS}
+    return ways
 
 
 def _through(node: Node, source: Node, ways: frozenset[Way], asked: dict[Node, int]) -> frozenset[Way]:

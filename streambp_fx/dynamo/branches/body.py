@@ -14,16 +14,21 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+from torch._dynamo import variables as kinds
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import MutationType
-from torch._dynamo.variables.functions import NestedUserFunctionVariable
+from torch._dynamo.variables.functions import BaseUserFunctionVariable, NestedUserFunctionVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.user_defined import UserDefinedVariable
 
-from ..loops.closed import NotClosed
+from ..loops.closed import FIXED, NUMBERS, NotClosed
 from .rewriting import PREFIX
 
 _BODY = re.compile(rf"{PREFIX}\d+_body")
 _SERIAL = "_streambp_serial"
+KNOWN = (*NUMBERS, *FIXED, UserDefinedVariable, BaseUserFunctionVariable, kinds.UserMethodVariable)
 _serials = itertools.count()
 # The serial number from which on objects are made in the body that is traced; None outside of bodies.
 _made_from: ContextVar[int | None] = ContextVar("branch_body", default=None)
@@ -47,15 +52,51 @@ def in_body(parent: Any, body: Any, traced: Callable[[], Any]) -> Any:
     Raises:
         NotClosed: it changes something that is no tensor, or may do so.
     """
-    numbers = _random_numbers()
+    _refuse_iterators(body, parent.output.side_effects)
+    before = _random_numbers(), _modes()
     token = _made_from.set(next(_serials))
     try:
         found = traced()
     finally:
         _made_from.reset(token)
-    if _random_numbers() != numbers:
-        raise NotClosed("it draws random numbers of Python's")
+    if (_random_numbers(), _modes()) != before:
+        raise NotClosed("it draws random numbers of Python's, or leaves PyTorch in another mode")
     return found
+
+
+def _modes() -> tuple[object, ...]:
+    """Settings of PyTorch that a function may leave changed."""
+    autocast = [torch.is_autocast_enabled(d) for d in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast
+
+
+def _refuse_iterators(body: Any, effects: SideEffects) -> None:
+    """What a body refers to must not remember where it is: iterators and generators do.
+
+    Raises:
+        NotClosed: something may.
+    """
+    pending, seen = [body], set[int]()
+    while pending:
+        value = pending.pop()
+        value = value.realize() if isinstance(value, kinds.LazyVariableTracker) else value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, NestedUserFunctionVariable):
+            cells = value.closure.items if value.closure else ()  # type: ignore[attr-defined]
+            pending += [effects.load_cell(c) for c in cells if _is_set(c, effects)]
+        elif isinstance(value, BaseListVariable):
+            pending += value.items
+        elif isinstance(value, kinds.ConstDictVariable):
+            pending += value.items.values()
+        elif not isinstance(value, KNOWN) and not value.is_python_constant():
+            raise NotClosed(f"it reads a value that may change ({type(value).__name__})")
+
+
+def _is_set(cell: Any, effects: SideEffects) -> bool:
+    held = cell.pre_existing_contents is not None
+    return held or effects.has_pending_mutation_of_attr(cell, "cell_contents")
 
 
 def _random_numbers() -> int:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
+from torch._dynamo import variables as kinds
 from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+from torch._dynamo.symbolic_convert import (
+    InliningInstructionTranslator,
+    InstructionTranslator,
+    compare_op_handlers,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ...versions.differences import with_function
+from ...versions.differences import GET_ATTRIBUTE, with_function
 from ..loops.closed import NotClosed
 from ..loops.inlining import is_written, with_code
 from ..loops.record import current_record
 from ..sizes import trace_again
+from ..this_backend import MARK as STORED
 from ..this_backend import is_ours
 from .body import in_body, is_body, watch_effects
-from .rewriting import with_branches
+from .rewriting import OF_AN_OBJECT, with_branches
 
 log = logging.getLogger(__name__)
 MARK = "is_streambp_fx_branches"
+# Where the functions are that stand in rewritten code.
+OWN_CODE = "traced.py"
 # Of a graph. Each adds some 0.2 s to the time in which it is compiled.
 MOST_BODIES = 512
 
@@ -33,6 +42,7 @@ def watch_branches() -> None:
         return
 
     watch_effects()
+    _watch_objects()
 
     @functools.wraps(original)
     def inline_call(cls: Any, parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +74,35 @@ def watch_branches() -> None:
 
     setattr(inline_call, MARK, True)
     InliningInstructionTranslator.inline_call = classmethod(inline_call)  # type: ignore[assignment, method-assign]
+
+
+def _watch_objects() -> None:
+    """From now on what asks more of a tensor than its values is looked at, in frames with branches on data.
+
+    Where a branch gives a variable another value, eager has the object from before if it is not taken.
+    """
+    both = lambda tx, given, *_: all(isinstance(v, kinds.TensorVariable) for v in given)  # noqa: E731
+    for name in ("is", "is not"):
+        compare_op_handlers[name] = _asking(compare_op_handlers[name], both, place=0)
+    for name in ("call_method", GET_ATTRIBUTE):
+        asked = lambda self, tx, name, *_: name in OF_AN_OBJECT  # noqa: E731
+        setattr(kinds.TensorVariable, name, _asking(getattr(kinds.TensorVariable, name), asked, place=1))
+
+
+def _asking(original: Callable[..., Any], asks: Callable[..., bool], place: int) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        record, tx = current_record(), args[place]
+        if record is not None and record.branches and any(record.branches.values()):
+            own = tx.f_code.co_filename.endswith(OWN_CODE)
+            if not own and asks(*args):
+                record.branches = None
+                tx.speculation_log.clear()
+                raise RestartAnalysis(restart_reason="an object is asked about behind a branch on data")
+        return original(*args, **kwargs)
+
+    setattr(answered, STORED, getattr(original, STORED, False))
+    return answered
 
 
 def _count(output: Any) -> None:

@@ -18,7 +18,10 @@ PREFIX = "_streambp_branch_"
 PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.If, ast.For)
 # Expressions that mean something else in a function of its own, or have effects.
 OTHER = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Lambda)
-OF_AN_OBJECT = {"requires_grad", "grad_fn", "is_leaf", "_version", "_base", "data_ptr", "grad", "retain_grad"}
+OF_AN_OBJECT = {
+    *("requires_grad", "grad_fn", "is_leaf", "_version", "_base", "data_ptr", "grad", "retain_grad"),
+    *("is_contiguous", "stride", "storage_offset", "untyped_storage", "layout"),
+}
 OWN_FRAME = {"super", "locals", "__class__", "vars", "eval", "exec"}
 
 

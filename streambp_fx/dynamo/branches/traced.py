@@ -51,7 +51,9 @@ def at(values: Any, place: int, as_row: bool) -> Any:
         as_row: the index has one element, else no dims.
     """
     found = values[place]
-    return found.unsqueeze(0) if as_row and isinstance(values, Tensor) else found
+    if not isinstance(values, Tensor):
+        return found
+    return found.unsqueeze(0).clone() if as_row else found.clone()  # as an index by a tensor makes one
 
 
 def counts(values: Any) -> Any:
