@@ -15,10 +15,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
-from ..graph.facts import shape_of, tensors_of
+from ..graph.facts import expression, shape_of, tensors_of
 from ..graph.functionalization import ASKS, BranchError
 from ..graph.op_arguments import arguments
 from ..graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
@@ -140,9 +138,9 @@ def _is_share(node: Node) -> bool:
 def _is_harmless(known: Somewhere, name: Name, node: Node) -> bool:
     none = {s: 0 for s in symbols_of_values(node) if _counts_none(known, name, s)}
     values = tensors_of(node)
-    if none and all(any(size.subs(none) == 0 for size in _sizes(v)) for v in values):
+    if none and all(any(expression(size).subs(none) == 0 for size in v.shape) for v in values):
         return node.target in ON_NO_ROWS or node.target in POINTWISE
-    if any(_symbols(n) for n in node.all_input_nodes):
+    if any(map(symbols_of_values, node.all_input_nodes)):
         return False
     if node.target in (aten.mul.Tensor, *PRODUCTS) and any(map(_may_be_infinite, node.all_input_nodes)):
         return False
@@ -179,17 +177,6 @@ def _may_be_infinite(node: Node) -> bool:
     value = node.meta.get("val")
     given = node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor)
     return given and value.is_floating_point() and not value.requires_grad  # type: ignore[union-attr]
-
-
-def _sizes(value: Any) -> list[sympy.Expr]:
-    return [sympy.sympify(s.node.expr if isinstance(s, torch.SymInt) else s) for s in value.shape]
-
-
-def _symbols(node: Node) -> set[sympy.Symbol]:
-    """Symbols of numbers of selected rows in a value, or in a number."""
-    value = node.meta.get("val")
-    leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, (torch.Tensor, torch.SymInt))]
-    return set().union(*map(free_unbacked_symbols, leaves))
 
 
 def _counts_none(known: Somewhere, name: Name, symbol: sympy.Symbol) -> bool:

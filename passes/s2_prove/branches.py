@@ -49,10 +49,11 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
     known, numbers, masks = Somewhere(graph), dict[Name, int](), list[Node]()
     asked: dict[Node, int] = {}
     within = set(found)
-    order = {n: k for k, n in enumerate(graph.nodes)}
+    nodes = list(graph.nodes)
+    order = {n: k for k, n in enumerate(nodes)}
     for node in found:
         name, mask, puts = _proved(known, node)
-        body = list(graph.nodes)[order[asked_by(node)] : order[node]]
+        body = nodes[order[asked_by(node)] : order[node]]
         check_body(known, name, body, puts, node)
         within.update(body)
         if name not in numbers:
@@ -146,10 +147,10 @@ def _ways(captured: CapturedGraph, asked: dict[Node, int], within: set[Node]) ->
     edges, sources = GradientEdges(captured.values), dict[Node, list[Node]]()
     differentiated = set(captured.differentiable)
     for node in nodes:
-        found = edges.of(node, differentiated)
-        if found:
+        own = edges.of(node, differentiated)
+        if own:
             differentiated.add(node)
-            sources[node] = found
+            sources[node] = own
     outputs = [n for n in nodes[-1].all_input_nodes if n in differentiated]
     given = [n for n in captured.differentiable if n.op == "placeholder"]
     found = [_ways_from(output, nodes, sources, asked) for output in outputs]
@@ -157,12 +158,11 @@ def _ways(captured: CapturedGraph, asked: dict[Node, int], within: set[Node]) ->
         if len({own[node] for own in found if node in own}) > 1:
             raise BranchError(f"{ASKS} what has a gradient, which differs between what the model returns")
     ways: dict[Node, frozenset[Way]] = {}
-    for own in found:
-        for node, more in own.items():
+    for of_output in found:
+        for node, more in of_output.items():
             ways[node] = _shortest(ways.get(node, frozenset()) | more)
-    conditional = [n for n, own in ways.items() if own != ALWAYS and n not in within]
-    if asked:
-        check_conditional(conditional, next(iter(asked)))
+    conditional = [n for n, all_ways in ways.items() if all_ways != ALWAYS and n not in within]
+    check_conditional(conditional, next(iter(asked)))
     return {n: ways[n] for n in given if ways.get(n, ALWAYS) != ALWAYS}
 
 

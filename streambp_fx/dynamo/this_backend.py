@@ -14,13 +14,14 @@ from torch._dynamo.backends import distributed
 from torch._dynamo.exc import ShortenTraceback, SkipFrame
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CaptureError
 from ..passes.graph.ops.branch import BRANCH
 
 MARK = "is_streambp_fx"
+REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def modules_of_frame() -> Iterator[nn.Module]:
@@ -38,19 +39,13 @@ def goes_on_behind() -> str | None:
     return None if found is None else f"{code.co_filename}:{found[1]}"
 
 
-def has_checkpoints(module: GraphModule) -> bool:
-    """True for a graph with a checkpointed region, which it may run otherwise than eager does."""
-    return any(True for _ in _checkpoints(module))
-
-
 def runs_better_in_python(module: GraphModule) -> bool:
     """True for a graph that is not to be run if it is not streamed.
 
     It has checkpointed regions, which it may run otherwise than eager does, or bodies of branches, which it
     runs whatever the data says.
     """
-    branches = (n for graph in _graphs(module) for n in graph.nodes if n.target is BRANCH)
-    return has_checkpoints(module) or any(True for _ in branches)
+    return any(n.target in (REGION, BRANCH) for n in _nodes(module))
 
 
 def has_cut_checkpoints(module: GraphModule) -> bool:
@@ -65,13 +60,13 @@ def has_cut_checkpoints(module: GraphModule) -> bool:
 
 def _checkpoints(module: GraphModule) -> Iterator[Node]:
     """The checkpointed regions of a graph, and those within them."""
-    regions = torch.ops.higher_order.tag_activation_checkpoint
-    return (n for graph in _graphs(module) for n in graph.nodes if n.target is regions)
+    return (n for n in _nodes(module) if n.target is REGION)
 
 
-def _graphs(module: GraphModule) -> Iterator[Graph]:
-    """That of a module, and those within it."""
-    return (m.graph for m in module.modules() if isinstance(m, GraphModule))
+def _nodes(module: GraphModule) -> Iterator[Node]:
+    """Those of a graph, and of the graphs within it."""
+    graphs = (m.graph for m in module.modules() if isinstance(m, GraphModule))
+    return (n for graph in graphs for n in graph.nodes)
 
 
 def _has_gradient(operand: Any) -> bool:

@@ -289,8 +289,8 @@ class Executor:
 
     def _where_asked(self, values: dict[Node, Any], step: StepData) -> tuple[dict[Node, Any], Answers]:
         """Values of which those have a gradient that eager gives one, see `asked_gradients`."""
-        alone = step.training and self.stored is None
-        return where_asked(self.facts, values) if alone else (values, Answers())
+        asked = self.facts.where_asked and step.training and self.stored is None
+        return where_asked(self.facts, values) if asked else (values, Answers())
 
     def frame(
         self, values: dict[Node, Any], sizes: Mapping[sympy.Symbol, int], step: StepData, program: StepProgram

@@ -23,7 +23,8 @@ from torch._dynamo.variables.functions import BaseUserFunctionVariable, NestedUs
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.user_defined import UserDefinedVariable
 
-from ..loops.closed import FIXED, NUMBERS, NotClosed
+from ..loops.closed import FIXED, NUMBERS, NotClosed, captured_by
+from ..loops.inlining import has_name
 from .rewriting import PREFIX
 
 _BODY = re.compile(rf"{PREFIX}\d+_body")
@@ -36,9 +37,7 @@ _made_from: ContextVar[int | None] = ContextVar("branch_body", default=None)
 
 def is_body(function: Any) -> bool:
     """True for the body of a branch on data."""
-    return isinstance(function, NestedUserFunctionVariable) and bool(
-        _BODY.fullmatch(function.get_code().co_name)
-    )
+    return has_name(function, _BODY)
 
 
 def in_body(parent: Any, body: Any, traced: Callable[[], Any]) -> Any:
@@ -84,19 +83,13 @@ def _refuse_iterators(body: Any, effects: SideEffects) -> None:
             continue
         seen.add(id(value))
         if isinstance(value, NestedUserFunctionVariable):
-            cells = value.closure.items if value.closure else ()  # type: ignore[attr-defined]
-            pending += [effects.load_cell(c) for c in cells if _is_set(c, effects)]
+            pending += captured_by(value, effects)
         elif isinstance(value, BaseListVariable):
             pending += value.items
         elif isinstance(value, kinds.ConstDictVariable):
             pending += value.items.values()
         elif not isinstance(value, KNOWN) and not value.is_python_constant():
             raise NotClosed(f"it reads a value that may change ({type(value).__name__})")
-
-
-def _is_set(cell: Any, effects: SideEffects) -> bool:
-    held = cell.pre_existing_contents is not None
-    return held or effects.has_pending_mutation_of_attr(cell, "cell_contents")
 
 
 def _random_numbers() -> int:

@@ -12,6 +12,7 @@ import enum
 import itertools
 
 from ..loops.names import names_in, read_behind
+from ..loops.source import located
 
 TRACED = "_streambp_traced"
 # What makes a vector of a column, with these arguments.
@@ -83,7 +84,7 @@ def _replace(tree: ast.FunctionDef, block: list[ast.stmt], loop: ast.For, prefix
     ]
     over = ast.parse("\n".join(lines)).body[0]
     for node, like in ((read, given or loop), (over, loop)):
-        _locate(node, like)
+        located(node, like)
     over.body[0].body = body  # type: ignore[attr-defined]
     block[block.index(loop)] = over
     if given is None:
@@ -91,12 +92,6 @@ def _replace(tree: ast.FunctionDef, block: list[ast.stmt], loop: ast.For, prefix
         return
     other = next(b for b in _blocks(tree) if any(s is given for s in b))
     other[next(k for k, s in enumerate(other) if s is given)] = read
-
-
-def _locate(statement: ast.AST, like: ast.AST) -> None:
-    for node in ast.walk(statement):
-        if isinstance(node, (ast.stmt, ast.expr)):
-            ast.copy_location(node, like)
 
 
 def _only_assignment(tree: ast.FunctionDef, name: str) -> ast.Assign | None:
@@ -197,7 +192,7 @@ class _Placed(ast.NodeTransformer):
         if self._is_it(node.slice) and isinstance(node.ctx, ast.Load) and self.entry is not Entry.NUMBER:
             value = self.visit(node.value)
             taken = ast.parse(f"{TRACED}.at(_, {self.place}, {self.entry is Entry.ROW})", mode="eval").body
-            _locate(taken, node)
+            located(taken, node)
             taken.args[0] = value  # type: ignore[attr-defined]
             return taken
         if isinstance(node.slice, ast.Tuple) and self.entry is Entry.SCALAR:
@@ -235,7 +230,7 @@ class _Counts(ast.NodeTransformer):
     def __init__(self, tree: ast.FunctionDef) -> None:
         self.tree = tree
         asked = [x for n in ast.walk(tree) if isinstance(n, ast.If) for x in _compared(n.test)]
-        self.items = {id(x) for x in asked if _is_item(x)}
+        self.items = {id(x) for x in asked if _is_call(x, "item")}
         entries = (
             x
             for x in asked
@@ -246,7 +241,7 @@ class _Counts(ast.NodeTransformer):
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         self.generic_visit(node)
         target, value = node.targets[0], node.value
-        if len(node.targets) == 1 and isinstance(target, ast.Name) and _is_list(value):
+        if len(node.targets) == 1 and isinstance(target, ast.Name) and _is_call(value, "tolist"):
             named = [n for n in names_in([self.tree]) if n.id == target.id]
             if len([n for n in named if isinstance(n.ctx, ast.Store)]) == 1 and all(
                 id(n) in self.lists for n in named if isinstance(n.ctx, ast.Load)
@@ -272,21 +267,14 @@ def _compared(test: ast.expr) -> list[ast.expr]:
     return [test.left] if plain else []
 
 
-def _is_item(value: ast.expr) -> bool:
-    """True for `x.item()`."""
+def _is_call(value: ast.expr, method: str) -> bool:
+    """True for `x.method()`."""
     called = _method_of(value)
-    return called is not None and called[0] == "item()"
+    return called is not None and called[0] == f"{method}()"
 
 
 def _called(function: str, operand: ast.expr, like: ast.AST) -> ast.Call:
     """A call of one of the functions of `traced`."""
-    call = ast.parse(f"{TRACED}.{function}(_)", mode="eval").body
-    _locate(call, like)
+    call = located(ast.parse(f"{TRACED}.{function}(_)", mode="eval").body, like)
     call.args = [operand]  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
-
-
-def _is_list(value: ast.expr) -> bool:
-    """True for `x.tolist()`."""
-    called = isinstance(value, ast.Call) and not value.args and not value.keywords
-    return called and isinstance(value.func, ast.Attribute) and value.func.attr == "tolist"  # type: ignore[attr-defined]

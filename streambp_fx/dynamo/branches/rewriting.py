@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator
 from types import CodeType
 
-from ..loops.names import names_in, stores
-from ..loops.source import source_of
+from ..loops.names import leaves, names_in, stores
+from ..loops.source import located, source_of
 from .chosen import TRACED, with_all_entries
 
 PREFIX = "_streambp_branch_"
@@ -48,10 +48,7 @@ def with_branches(code: CodeType) -> CodeType | None:
         return None
     _Changed(tree, found).visit(tree)
     (own,) = ast.parse(f"from {__package__} import traced as {TRACED}").body
-    for node in ast.walk(own):
-        if isinstance(node, ast.stmt):
-            ast.copy_location(node, tree.body[0])
-    tree.body.insert(0, own)
+    tree.body.insert(0, located(own, tree.body[0]))
     return source.compiled()
 
 
@@ -143,16 +140,8 @@ def _targets(statement: ast.stmt) -> list[ast.expr]:
         targets = list(statement.targets)
     elif isinstance(statement, (ast.AugAssign, ast.AnnAssign, ast.For)):
         targets = [statement.target]
-    found: list[ast.expr] = []
-    while targets:
-        target = targets.pop()
-        if isinstance(target, (ast.Tuple, ast.List)):
-            targets += target.elts
-        elif isinstance(target, ast.Starred):
-            targets.append(target.value)
-        else:
-            found.append(target)
-    return found
+    found = (leaf for target in targets for leaf in leaves(target))
+    return [leaf.value if isinstance(leaf, ast.Starred) else leaf for leaf in found]
 
 
 def _root(target: ast.expr) -> ast.expr:
@@ -270,11 +259,7 @@ def _choice(prefix: str, branch: ast.If, given: list[str], changed: list[str]) -
         *(f"    {n} = {prefix}made[{k}]" for k, n in enumerate(given)),
         *(f"    {n}.copy_({prefix}made[{len(given) + k}])" for k, n in enumerate(changed)),
     ]
-    statements = ast.parse("\n".join(lines)).body
-    for statement in statements:
-        for node in ast.walk(statement):
-            if isinstance(node, (ast.stmt, ast.expr)):
-                ast.copy_location(node, branch)
+    statements = [located(s, branch) for s in ast.parse("\n".join(lines)).body]
     asked, _, choice = statements
     asked.value = test  # type: ignore[attr-defined]
     choice.body[0].body = copy.deepcopy(branch.body)  # type: ignore[attr-defined]

@@ -136,14 +136,19 @@ class Unchanged:
         return {id(x) for x in known if self.effects.is_modified(x)}
 
 
+def captured_by(function: NestedUserFunctionVariable, effects: SideEffects) -> Iterator[VariableTracker]:
+    """What a function that was made in the trace refers to of the one around it."""
+    for cell in function.closure.items if function.closure else ():  # type: ignore[attr-defined]
+        before = cell.pre_existing_contents
+        if before is not None or effects.has_pending_mutation_of_attr(cell, "cell_contents"):
+            yield effects.load_cell(cell)  # else nothing is in it yet, and reading it is an error
+
+
 def _within(value: VariableTracker, effects: SideEffects) -> Iterator[VariableTracker]:
     """The values that one leads to."""
     yield from effects.store_attr_mutations.get(value, {}).values()
     if isinstance(value, NestedUserFunctionVariable):
-        for cell in value.closure.items if value.closure else ():  # type: ignore[attr-defined]
-            before = cell.pre_existing_contents
-            if before is not None or effects.has_pending_mutation_of_attr(cell, "cell_contents"):
-                yield effects.load_cell(cell)  # else nothing is in it yet, and reading it is an error
+        yield from captured_by(value, effects)
     elif isinstance(value, BaseListVariable):
         yield from value.items
     elif isinstance(value, kinds.ConstDictVariable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
@@ -95,9 +96,13 @@ def _in_body(parent: Any, body: Any, record: LoopRecord, traced: Callable[[], An
 
 def is_body(function: Any) -> bool:
     """True for the body of a loop that is traced as a scan."""
-    return isinstance(function, NestedUserFunctionVariable) and bool(
-        BODY.fullmatch(function.get_code().co_name)
-    )
+    return has_name(function, BODY)
+
+
+def has_name(function: Any, name: re.Pattern[str]) -> bool:
+    """True for a function that was made in the trace and has such a name."""
+    made = isinstance(function, NestedUserFunctionVariable)
+    return made and name.fullmatch(function.get_code().co_name) is not None
 
 
 def _check(output: Any, refuse: Callable[..., Any]) -> bool:

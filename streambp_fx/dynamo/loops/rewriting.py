@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .analysis import SCANNING, Loop, NotAStep, loops_of, step_of
 from .forms import is_join
 from .places import NAMES
-from .source import source_of
+from .source import located, source_of
 
 PREFIX = "_streambp_"
 BODY = re.compile(rf"{PREFIX}\d+_body")
@@ -51,7 +51,7 @@ def with_scans(code: CodeType) -> Rewritten:
         return Rewritten(None, tuple(unrolled))
     _Changed({id(x.node): (k, x) for k, x in enumerate(found)}).visit(tree)
     (own,) = ast.parse(f"from {__package__} import scanning as {SCANNING}").body
-    tree.body.insert(0, _located(own, tree.body[0]))
+    tree.body.insert(0, located(own, tree.body[0]))
     return Rewritten(source.compiled(), tuple(unrolled))
 
 
@@ -108,7 +108,7 @@ def _choice(number: int, loop: Loop) -> list[ast.stmt]:
     lines += [f"{name} = None" for name in loop.unbound]
     lines += [f"if {SCANNING}.fits({names[0]}, {read}, {carried}, {outs}):"]
     lines += [*(f"    {line}" for line in scan), "else:", "    pass", *(f"    del {n}" for n in loop.unbound)]
-    statements = [_located(s, loop.node) for s in ast.parse("\n".join(lines)).body]
+    statements = [located(s, loop.node) for s in ast.parse("\n".join(lines)).body]
     for statement, value in zip(statements, values, strict=False):
         statement.value = value  # type: ignore[attr-defined]
     choice: Any = statements[-1]
@@ -118,13 +118,6 @@ def _choice(number: int, loop: Loop) -> list[ast.stmt]:
     _Named({**given, id(loop.count): names[0]}).visit(loop.node)
     choice.orelse.append(loop.node)
     return statements
-
-
-def _located(statement: ast.stmt, like: ast.stmt) -> ast.stmt:
-    for node in ast.walk(statement):
-        if isinstance(node, (ast.stmt, ast.expr)):
-            ast.copy_location(node, like)
-    return statement
 
 
 class _Named(ast.NodeTransformer):

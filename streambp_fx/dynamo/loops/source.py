@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,17 @@ def source_of(code: CodeType) -> Source | None:
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     return source if made is not None and _is_same(made, code) else None
+
+
+T = TypeVar("T", bound=ast.AST)
+
+
+def located(tree: T, like: ast.AST) -> T:
+    """A new piece of a tree, in the place of another."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.stmt, ast.expr)):
+            ast.copy_location(node, like)
+    return tree
 
 
 def _first_line(function: ast.FunctionDef) -> int:

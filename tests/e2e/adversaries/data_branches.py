@@ -14,8 +14,10 @@ from e2e_adversary import REFUSED, WARNED, WHATEVER, Cases
 from e2e_subject import WIDTH, Subject
 from torch import Tensor, nn
 
+from .row_selections import routed
+
 CASES = Cases("branches on data")
-EXPERTS, TOP, NEVER_CHOSEN = 5, 2, 2
+EXPERTS, NEVER_CHOSEN = 5, 2
 # A body that does something beside is not captured.
 NOT_TAKEN = {"compile": WARNED, "transform": f"{WARNED}|{REFUSED}"}
 
@@ -33,13 +35,6 @@ def parts() -> dict[str, Any]:
         "seen": torch.zeros((), dtype=torch.float64),
         "lonely": nn.Linear(WIDTH, WIDTH),
     }
-
-
-def routed(m: Subject, x: Tensor, top: int = TOP) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat rows, the weights of their experts, and their experts."""
-    flat = x.reshape(-1, WIDTH)
-    weights, chosen = m.router(flat).softmax(-1).topk(top, dim=-1)
-    return flat, weights, chosen
 
 
 # ---- asked in many ways
