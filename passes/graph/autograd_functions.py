@@ -173,10 +173,13 @@ class Retrace(Interpreter):
         self.memory.check(given, n)
         if n.target in (PREDICATE, PREDICATE_OF_SIZE):
             self.memory.begin_body(n)
+        elif is_own_copy(n):
+            self.memory.own(result)
         elif n.target is BRANCH:
+            self.memory.read_in_body(self.memory.versions(self.env[n.args[1]]), False, n)
             self.memory.end_body(asked_by(n))
             if n.args[3]:
-                self.memory.rebind([result, self.env[n.args[2]]])
+                self.memory.rebind([result, self.env[n.args[1]], self.env[n.args[2]]], n)
         if any(map(_is_hooked, (v.tensor for v in given))):
             raise HookError("a hook on the gradient of a value is registered in the forward", n)
         self.done += 1

@@ -77,12 +77,13 @@ class _Seen:
 
 @dataclass
 class Version:
-    """A tensor as it was before an op: how often it had been changed, and what autograd knew of it."""
+    """A tensor before an op: how often it had been changed, what autograd knew of it, and where it lay."""
 
     tensor: Tensor
     number: int
     requires_grad: bool
     is_leaf: bool
+    place: tuple[Any, ...]
 
     @property
     def is_parameter(self) -> bool:
@@ -120,12 +121,19 @@ class Memory:
         self._seen: dict[int, _Seen] = {}
         self._bodies: list[_Body] = []
         self._rebound: list[Tensor] = []
+        self._own: list[Tensor] = []
 
     def versions(self, values: Any) -> list[Version]:
         """The tensors among arguments of an op, as they are before it."""
         leaves = pytree.tree_leaves(values)
         own = [v for v in leaves if isinstance(v, Tensor) and not v.is_inference()]
-        return [Version(v, v._version, v.requires_grad, v.is_leaf) for v in own]
+        return [Version(v, v._version, v.requires_grad, v.is_leaf, self._place(v)) for v in own]
+
+    def _place(self, value: Tensor) -> tuple[Any, ...]:
+        """What a body must leave as it is of a tensor itself: `detach_`, `t_` and `set_` change no values."""
+        if not self._bodies:
+            return ()
+        return value.requires_grad, value.is_leaf, value.shape, value.stride(), _storage(value)
 
     def see(self, values: Any) -> None:
         """Remember the tensors among inputs or results of an op."""
@@ -148,6 +156,7 @@ class Memory:
         """
         for was in before:
             value = was.tensor
+            self._check_place(was, node)
             if value._version == was.number:
                 continue
             self.changed = True
@@ -167,6 +176,11 @@ class Memory:
                     "(under no_grad, or through detach)",
                     node,
                 )
+
+    def _check_place(self, was: Version, node: Node) -> None:
+        changed = was.place and was.place != self._place(was.tensor) and was.tensor._version == was.number
+        if changed and any(was.place[-1] in body.outside for body in self._bodies):
+            raise BranchError(f"{ASKS} to change what is known of another one", node)
 
     def begin_body(self, predicate: Node) -> None:
         """From here on the body of a branch runs, which must change nothing in place that is there now.
@@ -193,9 +207,20 @@ class Memory:
             if is_own_copy:
                 self._bodies[-1].copied.add(storage)
 
-    def rebind(self, values: list[Any]) -> None:
-        """Of these tensors a variable is one or the other: later changes in place of either are refused."""
-        self._rebound += [v for v in values if isinstance(v, Tensor)]
+    def own(self, copy: Tensor) -> None:
+        """A copy, of any shape and dtype, that the body of a branch changes in the place of a tensor."""
+        self._own.append(copy)
+
+    def rebind(self, values: list[Any], node: Node) -> None:
+        """Of these tensors a variable is one or the other: later changes in place of either are refused.
+
+        Raises:
+            BranchError: one of them lies in the memory of a copy, and would be a view of the tensor itself.
+        """
+        found = [v for v in values if isinstance(v, Tensor)]
+        if {_storage(v) for v in self._own} & {_storage(v) for v in found}:
+            raise BranchError(f"{ASKS} to make a view of what it changes in place", node)
+        self._rebound += found
 
     def end_body(self, predicate: Node) -> None:
         """The body of the branch is done, and so are those within it."""

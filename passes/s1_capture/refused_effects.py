@@ -14,6 +14,12 @@ from ..graph.functionalization import MutationError, NotPureError
 METADATA = {
     "aten::_assert_tensor_metadata", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size",
 }  # fmt: skip
+# Python functions that return nothing: they switch gradients and autocast, which the trace follows, or tell
+# what sizes may be.
+HARMLESS = {
+    *(torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast),
+    *(torch._check, torch._check_is_size, torch._assert),
+}
 
 
 def refuse_effects(module: GraphModule) -> None:
@@ -23,11 +29,13 @@ def refuse_effects(module: GraphModule) -> None:
         module: a graph of Dynamo's, with those of its regions, or one of PyTorch's own ops.
 
     Raises:
-        NotPureError: an op of it that nobody reads may have an effect (an assertion, a log).
+        NotPureError: an op of it that nobody reads may have an effect (an assertion, a log, a setting).
     """
     graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]
     for node in (n for graph in graphs for n in graph.nodes):
-        if not node.users and _may_have_effect(node) and any(map(_is_tensor, node.all_input_nodes)):
+        takes_tensors = any(map(_is_tensor, node.all_input_nodes))
+        effect = _may_have_effect(node) if takes_tensors else _is_called_for_its_effect(node)
+        if not node.users and effect:
             raise NotPureError(f"{node.target} may have an effect beside what it returns", node)
 
 
@@ -38,6 +46,13 @@ def _may_have_effect(node: Node) -> bool:
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or op._schema.name in METADATA:
         return False
     return not op._schema.returns or op.namespace not in ("aten", "prims", "streambp_fx")
+
+
+def _is_called_for_its_effect(node: Node) -> bool:
+    """True for a Python function that is given no tensor and returns nothing: it sets a mode, or the like."""
+    op, ops = node.target, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+    function = node.op == "call_function" and not isinstance(op, ops) and op not in HARMLESS
+    return function and node.meta.get("val", node.meta.get("example_value")) is None
 
 
 def _is_tensor(node: Node) -> bool:

@@ -1,15 +1,16 @@
 """What the body of a branch on data may consist of, if it is run where eager would not run it.
 
 Where no row is selected, ops on selected rows are run on none. Each has to take that, and to give no rows:
-then all gradients that come out of it are sums of nothing. Other ops of the body must not fail, and their
-derivatives must be finite, since they are multiplied by gradients of zero. What is not in these lists is
+then all gradients that come out of it are sums of nothing. Other ops of the body must not fail, and must have
+no derivative that may be infinite, since it is multiplied by gradients of zero. What is not in these lists is
 refused.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -22,7 +23,7 @@ from ..graph.op_arguments import arguments
 from ..graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
 from ..graph.purity import is_random
 from ..rules.pointwise import pointwise_ops
-from .emptiness import SELECTED_BY_MASK, Name, Somewhere, is_mask, symbols_of_values
+from .emptiness import SELECTED_BY_MASK, Name, Somewhere, is_mask, number_of_indices, symbols_of_values
 
 aten = torch.ops.aten
 OWN = {BRANCH.default, PREDICATE.default, PREDICATE_OF_SIZE.default}
@@ -41,20 +42,12 @@ ON_NO_ROWS = {
     aten.gather.default, aten.sum.dim_IntList, aten.mean.dim, aten.zeros_like.default, aten.ones_like.default,
     aten.new_zeros.default, aten.index_add.default, aten.index_put.default, aten.scatter_add.default,
 }  # fmt: skip
-# Ops that do not fail, and have finite derivatives at finite values.
-FINITE = {
-    *VIEWS, *PRODUCTS, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, aten.sum.default,
+# Ops that do not fail, and have derivatives that do not depend on values.
+LINEAR = {
+    *VIEWS, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.sum.default,
     aten.sum.dim_IntList, aten.where.self, aten.zeros.default, aten.zeros_like.default, aten.ones.default,
     aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.any.default,
     aten.any.dim, aten.bincount.default, aten.full_like.default, aten.lift_fresh_copy.default,
-}  # fmt: skip
-# Ops with finite derivatives at finite values which would give other rows than none, or may fail, in a body.
-SMOOTH = {
-    aten.softmax.int, aten.log_softmax.int, aten.sigmoid.default, aten.tanh.default, aten.silu.default,
-    aten.gelu.default, aten.relu.default, aten.layer_norm.default, aten.topk.default, aten.sort.default,
-    aten.gather.default, aten.index.Tensor, aten.index_select.default, aten.mean.dim, aten.cat.default,
-    aten.stack.default, aten.masked_fill.Scalar, aten.div.Scalar, aten.mul.Scalar, aten.add.Scalar,
-    aten.embedding.default, aten.dropout.default, aten.scatter.value, aten.exp.default,
 }  # fmt: skip
 COMPARISONS = {
     aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.gt.Scalar, aten.gt.Tensor,
@@ -64,7 +57,9 @@ COMPARISONS = {
 }  # fmt: skip
 
 
-def check_body(known: Somewhere, name: Name, body: Iterable[Node], way: set[Node], branch: Node) -> None:
+def check_body(
+    known: Somewhere, name: Name, body: Iterable[Node], way: set[Node], branch: Node, trained: Container[Node]
+) -> None:
     """The body of a branch may be run where what is asked does not hold.
 
     Args:
@@ -73,6 +68,7 @@ def check_body(known: Somewhere, name: Name, body: Iterable[Node], way: set[Node
         body: its ops.
         way: those that lead from its result back to what was there before.
         branch: it.
+        trained: the inputs that have a gradient.
 
     Raises:
         BranchError: it may not.
@@ -84,67 +80,60 @@ def check_body(known: Somewhere, name: Name, body: Iterable[Node], way: set[Node
             continue
         if is_random(node):
             raise BranchError(f"{ASKS} to draw random numbers", branch)
-        if tensors_of(node) and not _is_harmless(known, name, node):
+        if tensors_of(node) and not _is_harmless(known, name, node, trained):
             raise BranchError(
                 f"{ASKS} to run {node.target}, which is not known to be harmless without rows", branch
             )
 
 
-def check_conditional(nodes: Iterable[Node], branch: Node) -> None:
+def check_conditional(known: Somewhere, nodes: Mapping[Node, set[Name]], branch: Node) -> None:
     """What is read by nothing but bodies of branches gets a gradient of zero where eager gives it none.
 
+    Where one of them is run in any case, eager gives it a gradient as well, and zero is added to that.
+
     Args:
-        nodes: such values, outside of bodies.
+        known: of the graph.
+        nodes: such values, outside of bodies, and names of which each alone gives them a gradient in eager.
         branch: one of the branches.
 
     Raises:
         BranchError: the derivative of one of them may be infinite.
     """
-    for node in nodes:
-        smooth = node.target in FINITE or node.target in SMOOTH or _is_share(node) or _is_of_a_norm(node)
-        if node.op == "call_function" and not smooth:
+    for node, names in nodes.items():
+        harmless = node.op != "call_function" or node.target in LINEAR or is_certain(known, names)
+        if not harmless:
             raise BranchError(f"{ASKS} to use {node.target}, whose derivative may be infinite", branch)
 
 
-def _is_of_a_norm(node: Node) -> bool:
-    """True for a square, and for the root of a mean of squares and something above zero."""
-    if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] == 2
-    total = node.args[0] if node.target in (aten.rsqrt.default, aten.sqrt.default) else None
-    if not isinstance(total, Node) or total.target not in (aten.add.Tensor, aten.add.Scalar):
-        return False
-    mean, more = total.args[:2]
-    above = isinstance(more, (int, float)) and more > 0
-    return above and isinstance(mean, Node) and mean.target is aten.mean.dim and _is_square(mean.args[0])
+def is_certain(known: Somewhere, names: Iterable[Name]) -> bool:
+    """True if one of some things holds in any case, where there are rows.
+
+    An index that an op returns is one of the entries of its operand: one of `index == 0`, `index == 1`, ...
+    holds.
+    """
+    numbers: dict[Node, set[int]] = {}
+    for name in names:
+        if name[0] == "has":
+            numbers.setdefault(name[1], set()).add(name[2])
+    return any(
+        (count := number_of_indices(values)) is not None and set(range(count)) <= found
+        for values, found in numbers.items()
+    )
 
 
-def _is_square(node: Any) -> bool:
-    if not isinstance(node, Node):
-        return False
-    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
-    return power or (node.target is aten.mul.Tensor and node.args[0] is node.args[1])
-
-
-def _is_share(node: Node) -> bool:
-    """True for values divided by their sum, which are NaN themselves where that is zero."""
-    if node.target is not aten.div.Tensor:
-        return False
-    values, total = node.args
-    while isinstance(total, Node) and total.target in (*VIEWS, aten.add.Tensor) and total is not values:
-        total = total.args[0]  # type: ignore[assignment]
-    return isinstance(total, Node) and total.target is aten.sum.dim_IntList and total.args[0] is values
-
-
-def _is_harmless(known: Somewhere, name: Name, node: Node) -> bool:
+def _is_harmless(known: Somewhere, name: Name, node: Node, trained: Container[Node]) -> bool:
     none = {s: 0 for s in symbols_of_values(node) if _counts_none(known, name, s)}
     values = tensors_of(node)
     if none and all(any(expression(size).subs(none) == 0 for size in v.shape) for v in values):
         return node.target in ON_NO_ROWS or node.target in POINTWISE
     if any(map(symbols_of_values, node.all_input_nodes)):
         return False
-    if node.target in (aten.mul.Tensor, *PRODUCTS) and any(map(_may_be_infinite, node.all_input_nodes)):
-        return False
-    return node.target in FINITE or node.target in COMPARISONS
+    if node.target is aten.mul.Tensor and any(map(_is_whole, node.all_input_nodes)):
+        return True  # the other one alone has a gradient
+    if node.target in (aten.mul.Tensor, *PRODUCTS):
+        parameters = (_viewed(n) in trained for n in node.all_input_nodes)  # which an optimizer keeps finite
+        return all(parameters) and not _has_infinite_number(node)
+    return node.target in LINEAR or node.target in COMPARISONS
 
 
 def _puts_nothing(known: Somewhere, name: Name, node: Node) -> bool:
@@ -170,13 +159,21 @@ PUTS = {
 }  # fmt: skip
 
 
-def _may_be_infinite(node: Node) -> bool:
-    """True for a table that is no parameter, such as a mask of minus infinity, and for a view of one."""
+def _is_whole(node: Node) -> bool:
+    """True for a mask, and for whole numbers."""
+    dtype = node.meta["val"].dtype
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _viewed(node: Node) -> Node:
+    """What a value is a view of."""
     while node.target in VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
-    value = node.meta.get("val")
-    given = node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor)
-    return given and value.is_floating_point() and not value.requires_grad  # type: ignore[union-attr]
+    return node
+
+
+def _has_infinite_number(node: Node) -> bool:
+    return any(isinstance(a, float) and not math.isfinite(a) for a in node.args)
 
 
 def _counts_none(known: Somewhere, name: Name, symbol: sympy.Symbol) -> bool:

@@ -19,7 +19,7 @@ from ..graph.facts import CapturedGraph, shape_of, tensors_of
 from ..graph.functionalization import ASKS, BranchError
 from ..graph.ops.branch import BRANCH, PREDICATE, asked_by
 from ..s1_capture.normalize import normalize
-from .branch_bodies import PUTS, check_body, check_conditional
+from .branch_bodies import PUTS, check_body, check_conditional, is_certain
 from .emptiness import Name, Somewhere, is_mask, symbols_of_values
 from .gradient_edges import GradientEdges
 
@@ -48,19 +48,19 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
         return captured
     known, numbers, masks = Somewhere(graph), dict[Name, int](), list[Node]()
     asked: dict[Node, int] = {}
-    within = set(found)
+    within, trained = set(found), {n for n in captured.differentiable if n.op == "placeholder"}
     nodes = list(graph.nodes)
     order = {n: k for k, n in enumerate(nodes)}
     for node in found:
         name, mask, puts = _proved(known, node)
         body = nodes[order[asked_by(node)] : order[node]]
-        check_body(known, name, body, puts, node)
+        check_body(known, name, body, puts, node, trained)
         within.update(body)
         if name not in numbers:
             numbers[name] = len(masks)
             masks.append(mask)
         asked[node] = numbers[name]
-    ways = _ways(captured, asked, within)
+    ways = _ways(captured, known, asked, within, dict(enumerate(numbers)))
     for node in found:
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
         _read_without_copy(node)
@@ -132,13 +132,21 @@ def _alike(node: Node, other: Node) -> bool:
 # ---- gradients
 
 
-def _ways(captured: CapturedGraph, asked: dict[Node, int], within: set[Node]) -> dict[Node, frozenset[Way]]:
+def _ways(
+    captured: CapturedGraph,
+    known: Somewhere,
+    asked: dict[Node, int],
+    within: set[Node],
+    names: dict[int, Name],
+) -> dict[Node, frozenset[Way]]:
     """By input with a gradient that it does not always have: the ways in which one comes to it.
 
     Args:
         captured: the graph.
+        known: of it.
         asked: by branch, the number of what it asks.
         within: the ops of bodies.
+        names: of what is asked, by number.
 
     Raises:
         BranchError: there are too many, or they differ between results, or lead through other ops.
@@ -161,8 +169,13 @@ def _ways(captured: CapturedGraph, asked: dict[Node, int], within: set[Node]) ->
     for of_output in found:
         for node, more in of_output.items():
             ways[node] = _shortest(ways.get(node, frozenset()) | more)
-    conditional = [n for n, all_ways in ways.items() if all_ways != ALWAYS and n not in within]
-    check_conditional(conditional, next(iter(asked)))
+    alone = lambda ways: {names[number] for way in ways if len(way) == 1 for number in way}  # noqa: E731
+    for of_output in found:
+        of_inputs = set().union(*(of_output[n] for n in given if n in of_output))
+        if not (of_inputs & ALWAYS) and not is_certain(known, alone(of_inputs)):
+            raise BranchError(f"{ASKS} what the model returns has a gradient")
+    conditional = {n: alone(own) for n, own in ways.items() if own != ALWAYS and n not in within}
+    check_conditional(known, conditional, next(iter(asked)))
     return {n: ways[n] for n in given if ways.get(n, ALWAYS) != ALWAYS}
 
 

@@ -7,6 +7,7 @@ not understood is a name of its own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -367,6 +368,22 @@ def _has_distinct_rows(values: Node) -> bool:
         return False
     rank = op.args[0].meta["val"].dim()  # type: ignore[union-attr]
     return rank == 2 and arguments(op)["dim"] % rank == 1
+
+
+def number_of_indices(values: Node) -> int | None:
+    """How many different numbers there may be among the indices that an op gives; None for other values.
+
+    Args:
+        values: whole numbers, of any shape.
+    """
+    while values.target in (*SAME, aten.select.int, aten.slice.Tensor, *_CASTS) and _keeps_numbers(values):
+        values = values.args[0]  # type: ignore[assignment]
+    op = values.args[0] if values.target is operator.getitem and values.args[1] == 1 else values
+    if not isinstance(op, Node) or op.target not in (*_RANKED, aten.argsort.default, aten.argmax.default):
+        return None
+    dim, sizes = arguments(op)["dim"], op.args[0].meta["val"].shape  # type: ignore[union-attr]
+    size = sizes[dim] if dim is not None and sizes else None
+    return size if isinstance(size, int) else None
 
 
 def _number(node: Node) -> Any:

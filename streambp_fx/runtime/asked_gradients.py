@@ -7,7 +7,7 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,20 @@ def has_hooks(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return False
     own, after = value._backward_hooks or {}, getattr(value, "_post_accumulate_grad_hooks", None) or {}
-    return any(getattr(h, "__module__", None) != SELF_CHECK for h in (*own.values(), *after.values()))
+    hooks = (*own.values(), *after.values(), *_hooks_of_its_node(value))
+    return any(getattr(h, "__module__", None) != SELF_CHECK for h in hooks)
+
+
+def _hooks_of_its_node(value: Tensor) -> Iterator[Callable[..., Any]]:
+    """Hooks on the node that gives a tensor its gradient: the handle of a new hook knows the others."""
+    node = torch.autograd.graph.get_gradient_edge(value).node if value.requires_grad else None
+    for register in () if node is None else (node.register_hook, node.register_prehook):
+        with register(_no_hook) as handle:
+            yield from (h for h in (handle.hooks_dict_ref() or {}).values() if h is not _no_hook)
+
+
+def _no_hook(*gradients: Any) -> None:
+    """Does nothing."""
 
 
 def is_hooked(facts: Facts, inputs: Sequence[Any]) -> bool:

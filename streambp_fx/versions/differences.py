@@ -55,6 +55,7 @@ DIFFERENCES = (
     Difference("DYNAMIC_DIMS", "torch", "2.13"),
     Difference("symbolic_sizes", "torch", "2.13"),
     Difference("collective", "torch", "2.13"),
+    Difference("GET_NEXT", "torch", "2.13"),
     Difference("GET_ATTRIBUTE", "torch", "2.14"),
     Difference("called_function", "torch", "2.15"),
     Difference("with_function", "torch", "2.15"),
@@ -72,6 +73,9 @@ DYNAMIC_DIMS = "_dynamo_propagated_dynamic_indices" if TORCH >= (2, 13) else "_d
 
 #: Method of Dynamo's variables that answers what an attribute is.
 GET_ATTRIBUTE = "tp_getattro_impl" if TORCH >= (2, 14) else "var_getattr"
+
+#: Method of Dynamo's variables that answers what Python's `next` does.
+GET_NEXT = "tp_iternext_impl" if TORCH >= (2, 13) else "next_variable"
 
 
 def called_function(called: Any) -> Any:

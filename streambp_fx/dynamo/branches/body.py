@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,19 +18,24 @@ import torch
 from torch._dynamo import variables as kinds
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.base import MutationType
+from torch._dynamo.variables.base import MutationType, VariableTracker
 from torch._dynamo.variables.functions import BaseUserFunctionVariable, NestedUserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.user_defined import UserDefinedVariable
 
+from ...versions.differences import GET_NEXT
 from ..loops.closed import FIXED, NUMBERS, NotClosed, captured_by
 from ..loops.inlining import has_name
 from .rewriting import PREFIX
 
 _BODY = re.compile(rf"{PREFIX}\d+_body")
 _SERIAL = "_streambp_serial"
+# Methods of what Dynamo knows of iterators that move them on, beside that of `next`.
+MOVING = ("call_method", "unpack_var_sequence", "force_unpack_var_sequence", "force_apply_to_var_sequence")
 KNOWN = (*NUMBERS, *FIXED, UserDefinedVariable, BaseUserFunctionVariable, kinds.UserMethodVariable)
 _serials = itertools.count()
+# Serial numbers of iterators made in the bodies that are traced, by `id`.
+_iterators_of_bodies: dict[int, int] = {}
 # The serial number from which on objects are made in the body that is traced; None outside of bodies.
 _made_from: ContextVar[int | None] = ContextVar("branch_body", default=None)
 
@@ -58,6 +63,8 @@ def in_body(parent: Any, body: Any, traced: Callable[[], Any]) -> Any:
         found = traced()
     finally:
         _made_from.reset(token)
+        if _made_from.get() is None:
+            _iterators_of_bodies.clear()
     if (_random_numbers(), _modes()) != before:
         raise NotClosed("it draws random numbers of Python's, or leaves PyTorch in another mode")
     return found
@@ -115,22 +122,52 @@ def watch_effects() -> None:
 
     MutationType.__init__ = numbered  # type: ignore[method-assign]
     for name in ("mutation", "store_attr", "register_hook"):
-        setattr(SideEffects, name, _looked_at(getattr(SideEffects, name)))
+        setattr(SideEffects, name, _looked_at(getattr(SideEffects, name), place=1))
+    for kind in _iterators(VariableTracker):  # which change without telling
+        for name in (GET_NEXT, *MOVING):
+            if name in vars(kind):
+                setattr(kind, name, _looked_at(getattr(kind, name), place=0))
+        if "__init__" in vars(kind):
+            kind.__init__ = _noted(kind.__init__)  # type: ignore[misc]
 
 
-def _looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
+def _iterators(kind: type) -> Iterator[type]:
+    """What Dynamo knows of iterators and generators; those that somebody has written are other objects."""
+    own: type
+    for own in kind.__subclasses__():
+        if not issubclass(own, UserDefinedVariable):
+            if any(GET_NEXT in vars(c) for c in own.__mro__ if c is not VariableTracker):
+                yield own
+            yield from _iterators(own)
+
+
+def _looked_at(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A method that changes an object, which is at one place of its arguments."""
+
     @functools.wraps(original)
-    def changed(self: SideEffects, item: Any, *args: Any, **kwargs: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
         first = _made_from.get()
-        if first is not None and not _is_made_here(item, first):
-            raise NotClosed(f"a branch changes an object ({type(item).__name__})")
-        return original(self, item, *args, **kwargs)
+        if first is not None and not _is_made_here(args[place], first):
+            raise NotClosed(f"a branch changes an object ({type(args[place]).__name__})")
+        return original(*args, **kwargs)
 
     return changed
 
 
+def _noted(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _made_from.get() is not None:
+            _iterators_of_bodies[id(self)] = next(_serials)
+        init(self, *args, **kwargs)
+
+    return noted
+
+
 def _is_made_here(item: Any, first: int) -> bool:
     """True for an object that the forward makes, and that it has made within the body."""
+    if item.source is None and _iterators_of_bodies.get(id(item), -1) > first:
+        return True
     kind = getattr(item, "mutation_type", None)
     new = kind is not None and type(kind).__name__.endswith("New")
     return new and getattr(kind, _SERIAL, -1) > first

@@ -8,13 +8,14 @@ are counts that Python reads as a list, to ask whether an expert has rows.
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import itertools
 
-from ..loops.names import names_in, read_behind
+from ..loops.names import captured_names, names_in, read_behind
 from ..loops.source import located
+from .objects import ORDER, TRACED
 
-TRACED = "_streambp_traced"
 # What makes a vector of a column, with these arguments.
 _FLAT = {
     *("flatten()", "ravel()", "squeeze()", "squeeze(-1)", "squeeze(1)", "squeeze(dim=-1)", "squeeze(dim=1)"),
@@ -38,7 +39,7 @@ def with_all_entries(tree: ast.FunctionDef, prefix: str) -> None:
         prefix: of names that no function has.
     """
     numbers = itertools.count()
-    for block in list(_blocks(tree)):
+    for block in reversed(list(_blocks(tree))):  # the inner ones first
         for loop in [s for s in block if isinstance(s, ast.For)]:
             _replace(tree, block, loop, f"{prefix}entries_{next(numbers)}_")
     _Counts(tree).visit(tree)
@@ -64,15 +65,17 @@ def _replace(tree: ast.FunctionDef, block: list[ast.stmt], loop: ast.For, prefix
     given, iterated = None, loop.iter
     if isinstance(iterated, ast.Name):
         given = _only_assignment(tree, iterated.id)
-        if given is None:
+        if given is None or iterated.id in captured_names(tree):
             return
         iterated = given.value
     mask, entry = _chosen_by(iterated)
     name = loop.target.id
-    if mask is None or name in read_behind(tree.body, loop) or _is_assigned(loop.body, name):
+    captured = captured_names(tree)
+    kept = name in read_behind(tree.body, loop) or name in captured
+    if mask is None or kept or _is_assigned(loop.body, name):
         return
     placed = _Placed(name, entry, f"{prefix}place")
-    body = [placed.visit(s) for s in loop.body]
+    body = [placed.visit(copy.deepcopy(s)) for s in loop.body]
     if placed.others:
         return
     read = ast.parse(f"{prefix}mask = {TRACED}.vector(_)").body[0]
@@ -195,13 +198,25 @@ class _Placed(ast.NodeTransformer):
             located(taken, node)
             taken.args[0] = value  # type: ignore[attr-defined]
             return taken
-        if isinstance(node.slice, ast.Tuple) and self.entry is Entry.SCALAR:
-            node.slice.elts = [self._number(e) if self._is_it(e) else e for e in node.slice.elts]
-        return self.generic_visit(node)
+        entries = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        read = self.entry is Entry.SCALAR and isinstance(node.ctx, ast.Load)
+        if not read or not any(map(self._is_it, entries)):
+            return self.generic_visit(node)
+        # a tensor without dims is a number there
+        node.slice.elts = [self._number(e) if self._is_it(e) else self.visit(e) for e in entries]  # type: ignore[attr-defined]
+        node.value = _called("tensor", self.visit(node.value), node)
+        return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        numbers = [self._number(e) if self._is_it(e) else e for e in (node.left, *node.comparators)]
-        node.left, node.comparators = numbers[0], numbers[1:]
+        """A tensor with dims is compared with a number in the place of a tensor of one element."""
+        both = (node.left, *node.comparators)
+        one = len(both) == 2 and self._is_it(both[0]) != self._is_it(both[1])
+        if one and self.entry is not Entry.NUMBER and isinstance(node.ops[0], ORDER):
+            left, right = (
+                self._number(e) if self._is_it(e) else _called("with_dims", self.visit(e), e) for e in both
+            )
+            node.left, node.comparators = left, [right]
+            return node
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -261,9 +276,8 @@ def _compared(test: ast.expr) -> list[ast.expr]:
         test = test.operand
     if not isinstance(test, ast.Compare):
         return [test]
-    order = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     number = isinstance(test.comparators[0], ast.Constant) and type(test.comparators[0].value) in (int, float)
-    plain = len(test.ops) == 1 and isinstance(test.ops[0], order) and number
+    plain = len(test.ops) == 1 and isinstance(test.ops[0], ORDER) and number
     return [test.left] if plain else []
 
 

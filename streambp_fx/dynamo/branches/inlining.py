@@ -10,11 +10,8 @@ from typing import Any
 
 from torch._dynamo import variables as kinds
 from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.symbolic_convert import (
-    InliningInstructionTranslator,
-    InstructionTranslator,
-    compare_op_handlers,
-)
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...versions.differences import GET_ATTRIBUTE, with_function
@@ -25,12 +22,17 @@ from ..sizes import trace_again
 from ..this_backend import MARK as STORED
 from ..this_backend import is_ours
 from .body import in_body, is_body, watch_effects
-from .rewriting import OF_AN_OBJECT, with_branches
+from .rewriting import with_branches
 
 log = logging.getLogger(__name__)
 MARK = "is_streambp_fx_branches"
-# Where the functions are that stand in rewritten code.
-OWN_CODE = "traced.py"
+# What is asked of a tensor and is the same for the one that a branch makes and the one from before: they have
+# the same shape, dtype and device. Or what is read of its values.
+OF_VALUES = {
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "dtype", "device"),
+    *("is_cuda", "is_cpu", "get_device", "itemsize", "element_size", "nbytes", "is_floating_point"),
+    *("is_complex", "item", "tolist", "__setitem__"),
+}
 # Of a graph. Each adds some 0.2 s to the time in which it is compiled.
 MOST_BODIES = 512
 
@@ -79,30 +81,36 @@ def watch_branches() -> None:
 def _watch_objects() -> None:
     """From now on what asks more of a tensor than its values is looked at, in frames with branches on data.
 
-    Where a branch gives a variable another value, eager has the object from before if it is not taken.
+    Where a branch gives a variable another value, eager has the tensor from before if it is not taken: that
+    may have other strides, or no gradient. That it is another object shows nowhere (`objects`).
     """
-    both = lambda tx, given, *_: all(isinstance(v, kinds.TensorVariable) for v in given)  # noqa: E731
-    for name in ("is", "is not"):
-        compare_op_handlers[name] = _asking(compare_op_handlers[name], both, place=0)
     for name in ("call_method", GET_ATTRIBUTE):
-        asked = lambda self, tx, name, *_: name in OF_AN_OBJECT  # noqa: E731
-        setattr(kinds.TensorVariable, name, _asking(getattr(kinds.TensorVariable, name), asked, place=1))
+        setattr(kinds.TensorVariable, name, _answering(getattr(kinds.TensorVariable, name)))
 
 
-def _asking(original: Callable[..., Any], asks: Callable[..., bool], place: int) -> Callable[..., Any]:
+def _answering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def answered(*args: Any, **kwargs: Any) -> Any:
-        record, tx = current_record(), args[place]
-        if record is not None and record.branches and any(record.branches.values()):
-            own = tx.f_code.co_filename.endswith(OWN_CODE)
-            if not own and asks(*args):
-                record.branches = None
-                tx.speculation_log.clear()
-                raise RestartAnalysis(restart_reason="an object is asked about behind a branch on data")
-        return original(*args, **kwargs)
+    def answered(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        found, record = original(self, tx, name, *args, **kwargs), current_record()
+        branches = record is not None and record.branches and any(record.branches.values())
+        if branches and name not in OF_VALUES and not _is_computed(found):
+            assert record is not None
+            record.branches = None
+            tx.speculation_log.clear()
+            raise RestartAnalysis(restart_reason=f"{name} of a tensor is asked behind a branch on data")
+        return found
 
     setattr(answered, STORED, getattr(original, STORED, False))
     return answered
+
+
+def _is_computed(value: Any) -> bool:
+    """True for tensors, which are in the graph, and for methods, which are looked at when they are called."""
+    if isinstance(value, kinds.lists.BaseListVariable) and not isinstance(value, kinds.lists.SizeVariable):
+        return all(map(_is_computed, value.items))
+    several = kinds.user_defined.UserDefinedTupleVariable  # what `topk` returns
+    kept = (kinds.TensorVariable, kinds.GetAttrVariable, BaseUserFunctionVariable, several)
+    return isinstance(value, kept)
 
 
 def _count(output: Any) -> None:

@@ -9,19 +9,16 @@ import itertools
 from collections.abc import Iterator
 from types import CodeType
 
-from ..loops.names import leaves, names_in, stores
+from ..loops.names import captured_names, leaves, names_in, stores
 from ..loops.source import located, source_of
-from .chosen import TRACED, with_all_entries
+from .chosen import with_all_entries
+from .objects import TRACED, is_only_name, unshared, with_checks
 
 PREFIX = "_streambp_branch_"
 # Statements that a body may consist of. Others may have effects.
 PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.If, ast.For)
 # Expressions that mean something else in a function of its own, or have effects.
 OTHER = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Lambda)
-OF_AN_OBJECT = {
-    *("requires_grad", "grad_fn", "is_leaf", "_version", "_base", "data_ptr", "grad", "retain_grad"),
-    *("is_contiguous", "stride", "storage_offset", "untyped_storage", "layout"),
-}
 OWN_FRAME = {"super", "locals", "__class__", "vars", "eval", "exec"}
 
 
@@ -40,35 +37,17 @@ def with_branches(code: CodeType) -> CodeType | None:
     with_all_entries(tree, PREFIX)
     if any(isinstance(n, (ast.Global, ast.Nonlocal)) for n in ast.walk(tree)):
         return None
-    captured = _captured(tree)
-    if _asks_which(tree):
-        return None
+    captured = captured_names(tree)
     found = [b for b in _branches(tree) if _why_not(b) is None and captured.isdisjoint(_stored(b))]
+    assigned = {id(b): _assigned(tree, b) for b in found}
+    found = [b for b in found if all(is_only_name(tree, b, name) for name in assigned[id(b)][0])]
     if not found:
         return None
-    _Changed(tree, found).visit(tree)
+    with_checks(tree, {name for b in found for name in assigned[id(b)][0]})
+    _Changed({id(b): assigned[id(b)] for b in found}).visit(tree)
     (own,) = ast.parse(f"from {__package__} import traced as {TRACED}").body
     tree.body.insert(0, located(own, tree.body[0]))
     return source.compiled()
-
-
-def _asks_which(tree: ast.FunctionDef) -> bool:
-    """True for a function that asks more of an object than its values: a branch may have made another one."""
-    asked = (n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute))
-    compared = (n for n in ast.walk(tree) if isinstance(n, ast.Compare))
-    same = (
-        isinstance(op, (ast.Is, ast.IsNot)) and not isinstance(value, ast.Constant)
-        for n in compared
-        for op, value in zip(n.ops, n.comparators, strict=True)
-    )
-    return bool(OF_AN_OBJECT.intersection(asked)) or any(same) or "id" in {n.id for n in names_in([tree])}
-
-
-def _captured(tree: ast.FunctionDef) -> set[str]:
-    """Variables that functions within a function mention."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-    inner = (n for n in ast.walk(tree) if isinstance(n, functions) and n is not tree)
-    return {n.id for n in names_in(inner)}
 
 
 def _stored(branch: ast.If) -> set[str]:
@@ -166,7 +145,7 @@ def _changed_in_place(body: list[ast.stmt]) -> list[str]:
     """Variables whose tensors the statements change.
 
     Raises:
-        NotABranch: one of them is also given another value.
+        NotABranch: one of them is also given another value, or another name.
     """
     changed, given = dict[str, None](), set[str]()
     for statement in (n for s in body for n in ast.walk(s) if isinstance(n, ast.stmt)):
@@ -184,6 +163,9 @@ def _changed_in_place(body: list[ast.stmt]) -> list[str]:
     made = {n for n in twice if _is_made_within(body, n)}
     if twice - made:
         raise NotABranch(f"{', '.join(sorted(twice - made))} is changed in place and assigned")
+    known = unshared(body)
+    if any(n.id in changed and n.id not in made and id(n) not in known for n in names_in(body)):
+        raise NotABranch("what is changed in place gets a second name")
     return [n for n in changed if n not in made]
 
 
@@ -205,14 +187,11 @@ class _Changed(ast.NodeTransformer):
     """Puts a choice between the branch and its body in the place of each branch.
 
     Args:
-        tree: the function.
-        branches: of it.
+        assigned: by branch, `id`, the variables of `_assigned`.
     """
 
-    def __init__(self, tree: ast.FunctionDef, branches: list[ast.If]) -> None:
-        self.numbers = itertools.count()
-        # what is read behind a branch is asked before the tree is changed
-        self.assigned = {id(b): _assigned(tree, b) for b in branches}
+    def __init__(self, assigned: dict[int, tuple[list[str], list[str]]]) -> None:
+        self.numbers, self.assigned = itertools.count(), assigned
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)

@@ -10,6 +10,9 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
 from ...passes.graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
 
+# What takes a tensor of one element for a number as an index.
+CONTAINERS = (list, tuple, torch.nn.ModuleList, torch.nn.ParameterList)
+
 
 def predicate(asked: Any, negated: bool) -> Tensor | None:
     """What a branch asks as a tensor without dims, bool; None if Python knows the answer.
@@ -46,14 +49,39 @@ def at(values: Any, place: int, as_row: bool) -> Any:
     """`values[index]` for a tensor as the index.
 
     Args:
-        values: a tensor (entries, ...), or a container.
+        values: a tensor (entries, ...), or a container that takes it for a number.
         place: the entry.
         as_row: the index has one element, else no dims.
     """
     found = values[place]
-    if not isinstance(values, Tensor):
-        return found
-    return found.unsqueeze(0).clone() if as_row else found.clone()  # as an index by a tensor makes one
+    if isinstance(values, Tensor):  # one element makes a copy, no dims make a view
+        return found.unsqueeze(0).clone() if as_row else found
+    assert type(values) in CONTAINERS
+    return found
+
+
+def tensor(value: Any) -> Tensor:
+    """A tensor of any shape and dtype, and nothing else."""
+    assert isinstance(value, Tensor)
+    return value
+
+
+def with_dims(value: Any) -> Tensor:
+    """A tensor of any shape with dims, of any dtype, and nothing else."""
+    assert isinstance(value, Tensor) and value.dim() > 0
+    return value
+
+
+def operand(value: Any) -> Any:
+    """A tensor or a number, and nothing else."""
+    assert isinstance(value, (Tensor, int, float, complex))
+    return value
+
+
+def of_torch(*modules: Any) -> None:
+    """What functions are taken for PyTorch's from are modules of it."""
+    for module in modules:
+        assert module is torch or module is torch.nn.functional
 
 
 def counts(values: Any) -> Any:

@@ -6,6 +6,9 @@ import ast
 from collections.abc import Iterable, Iterator
 
 LOOPS = (ast.For, ast.While)
+# After these the statement behind is not the next, and these may swallow an error.
+_LEAVING = (ast.Break, ast.Continue, ast.Raise)
+_CATCHING = (ast.Try, ast.With, *([ast.TryStar] if hasattr(ast, "TryStar") else []))
 
 
 def names_in(nodes: Iterable[ast.AST]) -> Iterator[ast.Name]:
@@ -22,6 +25,13 @@ def loads(node: ast.AST) -> set[str]:
 def stores(node: ast.AST) -> set[str]:
     """Names that are assigned, or deleted."""
     return {n.id for n in names_in([node]) if not isinstance(n.ctx, ast.Load)}
+
+
+def captured_names(tree: ast.FunctionDef) -> set[str]:
+    """Variables that functions and generators within a function mention, which may run later."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
+    inner = (n for n in ast.walk(tree) if isinstance(n, functions) and n is not tree)
+    return {n.id for n in names_in(inner)}
 
 
 def leaves(target: ast.expr) -> Iterator[ast.expr]:
@@ -67,28 +77,35 @@ def _reads_first(body: Iterable[ast.stmt], assigned: set[str]) -> tuple[list[ast
             if isinstance(statement, ast.AugAssign):
                 note(statement.target, ast.Load)
             if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and statement.value:
-                assigned |= stores(statement)
+                targets = getattr(statement, "targets", None) or [statement.target]  # type: ignore[union-attr]
+                assigned = assigned.union(*map(stores, targets))
     return read, assigned
 
 
 def read_behind(body: list[ast.stmt], loop: ast.stmt) -> set[str]:
     """What may be read after a loop before it is assigned anew."""
     read: set[str] = set()
-    for statements in reversed(_behind(body, loop) or []):
+    for statements in reversed(following(body, loop)):
         found, assigned = read_first(statements, set())
-        read = found | (read - assigned)
+        read = found | (read if _may_end_early(body, loop, statements) else read - assigned)
     return read
 
 
 def reads_behind(body: list[ast.stmt], loop: ast.stmt, name: str) -> list[ast.Name]:
     """Where a variable may be read after a loop before it is assigned anew."""
     read: list[ast.Name] = []
-    for statements in _behind(body, loop) or []:
+    for statements in following(body, loop):
         found, assigned = _reads_first(statements, set())
         read += [n for n in found if n.id == name]
-        if name in assigned:
+        if name in assigned and not _may_end_early(body, loop, statements):
             break
     return read
+
+
+def _may_end_early(body: list[ast.stmt], loop: ast.stmt, statements: list[ast.stmt]) -> bool:
+    """True if what stands behind some statements after a loop may run without all of them."""
+    leaves_them = any(isinstance(n, _LEAVING) for s in statements for n in ast.walk(s))
+    return leaves_them or any(isinstance(s, _CATCHING) for s in around(body, loop))
 
 
 def _blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -103,18 +120,25 @@ def _blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
                 yield from _blocks(part) if isinstance(part, ast.AST) else ()
 
 
-def _behind(body: list[ast.stmt], loop: ast.stmt) -> list[list[ast.stmt]] | None:
-    """What is run after a loop, in this order: the rest of its block, of the block around that, and so on.
+def following(body: list[ast.stmt], statement: ast.stmt) -> list[list[ast.stmt]]:
+    """What is run after a statement: the rest of its block, then of the block around that, and so on.
 
-    A loop around it is run again. None if the loop is not in these statements.
+    A loop around it is run again, and what catches an error may be run.
     """
+    return _behind(body, statement) or []
+
+
+def _behind(body: list[ast.stmt], loop: ast.stmt) -> list[list[ast.stmt]] | None:
+    """The same; None if it is not in the body."""
     for k, statement in enumerate(body):
         if statement is loop:
             return [body[k + 1 :]]
         for block in _blocks(statement):
             found = _behind(block, loop)
             if found is not None:
-                again: list[list[ast.stmt]] = [[statement]] if isinstance(statement, LOOPS) else []
+                again: list[list[ast.stmt]] = (
+                    [[statement]] if isinstance(statement, (*LOOPS, *_CATCHING)) else []
+                )
                 return [*found, *again, body[k + 1 :]]
     return None
 

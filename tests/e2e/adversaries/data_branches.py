@@ -147,16 +147,15 @@ def numel_within_a_function(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
     out = torch.zeros_like(flat)
     for e in range(EXPERTS):
-        out = _added(m, flat, weights, chosen, e, out)
+        _add(m, flat, weights, chosen, e, out)
     return x + out.view_as(x)
 
 
-def _added(m: Subject, flat: Tensor, weights: Tensor, chosen: Tensor, e: int, out: Tensor) -> Tensor:
+def _add(m: Subject, flat: Tensor, weights: Tensor, chosen: Tensor, e: int, out: Tensor) -> None:
     row, choice = torch.where(chosen == e)
     if row.numel() > 0:
         made = m.experts[e](flat[row])
-        out = out.index_add(0, row, made * weights[row, choice, None])
-    return out
+        out.index_add_(0, row, made * weights[row, choice, None])
 
 
 @CASES.block(parts=parts)
@@ -180,7 +179,7 @@ def tokens_that_nobody_has(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 def rows_before_and_after(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """A parameter that has a gradient also without the branch."""
     flat, weights, chosen = routed(m, x)
-    out = m.experts[NEVER_CHOSEN](flat)
+    out = m.experts[NEVER_CHOSEN](flat) * 1
     for e in range(EXPERTS):
         row, choice = torch.where(chosen == e)
         if row.numel():
@@ -199,6 +198,18 @@ def one_within_another(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
             both = mask & (ids.reshape(-1) > 4)
             if both.any():
                 out[both] = m.lonely(flat[both])
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def a_product_of_parameters(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        row, choice = torch.where(chosen == e)
+        if row.numel() > 0:
+            scale = m.lonely.bias * m.experts[e][2].weight[:, 0]
+            out.index_add_(0, row, m.experts[e](flat[row]) * weights[row, choice, None] * scale)
     return x + out.view_as(x)
 
 
@@ -411,6 +422,25 @@ def is_it_the_one_from_before(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 
 @CASES.block(NOT_TAKEN, parts)
+def is_it_the_key(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """A tensor as a key is found by which one it is."""
+    made, mask = x * 1, ids > 1000
+    scale = {made: 5.0}
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x + made * scale.get(made, 1.0)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def is_it_in_the_set(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, mask = x * 1, ids > 1000
+    seen = {(made, 1)}
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x + made * 3 if (made, 1) in seen else x - made
+
+
+@CASES.block(NOT_TAKEN, parts)
 def a_set_is_filled(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     flat, _, chosen = routed(m, x)
     out, ran = torch.zeros_like(flat), set[int]()
@@ -458,6 +488,33 @@ def hits_as_they_were(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
         row, _ = torch.where(chosen == e)
         out.index_add_(0, row, m.experts[e](flat[row]))
     return x + out.view_as(x)
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def the_last_hit_behind_a_break(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, e = torch.zeros_like(flat), torch.zeros(1, dtype=torch.long)
+    for turn in range(2):
+        for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+            row, _ = torch.where(chosen == e)
+            out.index_add_(0, row, m.experts[e](flat[row]))
+        if turn == 1:
+            break
+        e = torch.zeros(1, dtype=torch.long)
+    return x + out.view_as(x) * (e + 1)
+
+
+@CASES.block({**NOT_TAKEN, "compile": WHATEVER}, parts)
+def the_last_hit_at_the_end(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, e = torch.zeros_like(flat), torch.zeros(1, dtype=torch.long)
+    try:
+        for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+            row, _ = torch.where(chosen == e)
+            out.index_add_(0, row, m.experts[e](flat[row]))
+    finally:
+        scale = e + 1
+    return x + out.view_as(x) * scale
 
 
 @CASES.block(NOT_TAKEN, parts)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from adversaries import (
     attention,
+    branch_objects,
     buffers,
     calls,
     complex_values,
@@ -48,7 +49,7 @@ MODULES = (
     gradients,
 )
 MODULES += (objectives, calls, situations, experts, convolutions, reductions, recurrences, selections, loops)
-MODULES += (corners, data_branches, row_selections)
+MODULES += (corners, data_branches, branch_objects, row_selections)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "corners: an adapter times zero": "transform",

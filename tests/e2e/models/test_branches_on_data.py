@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,8 +208,29 @@ def test_less_memory_than_checkpointing() -> None:
     assert peaks[1] * 2.5 < peaks[0], peaks
 
 
-def test_hooks_are_not_called_for_nothing() -> None:
+def _hook(parameter: Tensor, on: str, seen: Callable[[], None]) -> Any:
+    """What keeps a hook on the gradient of a parameter alive."""
+
+    def called(*gradients: Any) -> Any:
+        seen()
+        return None if on == "node, after" else _twice(gradients[0])
+
+    if on == "tensor":
+        return parameter.register_hook(called)
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return node, node.register_hook(called) if on == "node, after" else node.register_prehook(called)
+
+
+def _twice(gradients: Any) -> Any:
+    return tuple(2 * g for g in gradients) if isinstance(gradients, tuple) else 2 * gradients
+
+
+@pytest.mark.parametrize(
+    "on", ["tensor", pytest.param("node", marks=pytest.mark.slow), pytest.param("node, after")]
+)
+def test_hooks_are_not_called_for_nothing(on: str) -> None:
     """PyTorch calls hooks with None; eager does not come to those of an expert that did not run."""
+    kept = []
     eager = Model("any")
     model = copy.deepcopy(eager)
     streambp_fx.transform(model, chunk=8, seq_dim={"ids": 1})
@@ -215,10 +238,10 @@ def test_hooks_are_not_called_for_nothing() -> None:
     for step, hooked in enumerate((False, True, True)):
         for one, own in zip((eager, model), seen, strict=True):
             for name, p in one.experts.named_parameters() if step == 1 else ():
-                p.register_hook(lambda g, own=own, name=name: (own.append(name), 2 * g)[1])
+                kept.append(_hook(p, on, functools.partial(own.append, name)))
             one.zero_grad()
             expected = pytest.warns(streambp_fx.StreamBPWarning, match="has a hook on it")
             with expected if hooked and one is model else contextlib.nullcontext():
                 one(*batch(step)).backward()
         assert_same(grads(model), grads(eager))
-    assert sorted(seen[0]) == sorted(seen[1]) and seen[0]
+    assert sorted(seen[0]) == sorted(seen[1]) and seen[0] and kept

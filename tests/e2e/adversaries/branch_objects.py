@@ -1,0 +1,267 @@
+"""Branches on data that show which object a variable names, or multiply zero with what is infinite.
+
+None of them is captured: a branch that is not taken leaves its variables as the objects that they were.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from e2e_adversary import REFUSED, WARNED, WHATEVER, Cases
+from e2e_subject import WIDTH, Subject
+from torch import Tensor, nn
+
+from . import data_branches
+from .data_branches import EXPERTS, NEVER_CHOSEN
+from .row_selections import routed
+
+CASES = Cases("objects behind branches")
+# With `torch.compile` the graph may end at the question, and what is behind it be streamed.
+NOT_TAKEN = {"compile": WHATEVER, "transform": f"{WARNED}|{REFUSED}"}
+
+
+class Rows(nn.Module):
+    """A table of which `rows[index]` is what its tensor gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.rows[index]
+
+
+def parts() -> dict[str, Any]:
+    return {**data_branches.parts(), "rows": Rows(), "other": nn.Linear(WIDTH, WIDTH)}
+
+
+# ---- second names
+
+
+@CASES.block(NOT_TAKEN, parts)
+def another_name_within_the_body(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    last = flat * 0.5
+    out, mask = last.clone(), (chosen == 1).any(-1)
+    if mask.any():
+        out[mask] += m.experts[1](flat[mask])
+        last = out
+    out += 1
+    return x + last.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_view_within_the_body(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    last = flat * 0.5
+    out, mask = last.clone(), (chosen == 1).any(-1)
+    if mask.any():
+        out[mask] += m.experts[1](flat[mask])
+        last = out.view(-1, WIDTH)
+    out += 1
+    return x + last.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def the_same_by_another_name(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    last = flat * 0.5
+    out, mask = last.clone(), (chosen == 1).any(-1)
+    same = out
+    if mask.any():
+        out[mask] += m.experts[1](flat[mask])
+        last = same.view(-1, WIDTH)
+    return x + last.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def what_the_body_takes_is_changed_later(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    other, last, mask = flat * 2, flat * 0.5, (chosen == 1).any(-1)
+    if mask.any():
+        last = other.view(-1, WIDTH).index_put((mask,), m.experts[1](flat[mask]))
+        last = other.view(-1, WIDTH)
+    other += 1
+    return x + last.view_as(x)
+
+
+def _rebound(m: Subject, x: Tensor, ids: Tensor, told: Callable[[Tensor, Tensor], bool]) -> Tensor:
+    flat = x.reshape(-1, WIDTH) * 1
+    made, mask = flat, ids.reshape(-1) > 1000
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(flat[mask]))
+    return x + made.view_as(x) * (3 if told(made, flat) else 1)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def is_it_the_same_to_an_operator(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _rebound(m, x, ids, operator.is_)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def is_it_the_same_to_a_function(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _rebound(m, x, ids, lambda made, flat: id(made) == id(flat))
+
+
+def _is_marked(made: Tensor, flat: Tensor) -> bool:
+    flat.mark = True  # type: ignore[attr-defined]
+    return hasattr(made, "mark")
+
+
+@CASES.block(NOT_TAKEN, parts)
+def has_it_the_mark(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _rebound(m, x, ids, _is_marked)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def has_it_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """What only the body gives a gradient."""
+    made, mask = torch.zeros_like(x), ids > 1000
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x * (3 if made.requires_grad else 1) + made
+
+
+@CASES.block(NOT_TAKEN, parts)
+def is_it_a_parameter(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    table, mask = m.rows.rows, ids > 1000
+    if mask.any():
+        table = table.index_put((mask.nonzero()[:, 0],), m.lonely(x[mask]))
+    return x * (3 if isinstance(table, nn.Parameter) else 1) + table.sum(0)
+
+
+def _let_go(value: Tensor) -> Tensor:
+    return value.detach_()
+
+
+@CASES.block(NOT_TAKEN, parts)
+def the_body_lets_go_of_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, own, mask = x.clone(), m.other(x), ids > 1000
+    if mask.any():
+        out[mask] = _let_go(own)[mask]
+    return out + own
+
+
+# ---- entries that are hit
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_function_that_knows_the_hit(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, e = torch.zeros_like(flat), 0
+    own = lambda rows: m.experts[int(e)](rows)  # noqa: E731
+    for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+        row, _ = torch.where(chosen == e)
+        out.index_add_(0, row, own(flat[row]))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_generator_that_knows_the_hit(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, e = torch.zeros_like(flat), 0
+    scales = (1 + int(e) for _ in range(EXPERTS))
+    for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+        row, _ = torch.where(chosen == e)
+        out.index_add_(0, row, m.experts[0](flat[row]) * next(scales))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_comparison_that_is_inverted(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+        row, _ = torch.where(chosen == e)
+        out.index_add_(0, row, m.experts[e](flat[row]) * ~(e == 3))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_entry_that_is_a_view(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, table = torch.zeros_like(flat), m.rows.rows * 1
+    for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero().flatten():
+        row, _ = torch.where(chosen == e)
+        scale = table[e]
+        scale += 2
+        out.index_add_(0, row, m.experts[e](flat[row]) * scale)
+    return x + out.view_as(x) * table.sum(0)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_container_that_takes_tensors(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in F.one_hot(chosen, EXPERTS).sum((0, 1)).nonzero():
+        row, _ = torch.where(chosen == e)
+        out.index_add_(0, row, m.experts[e](flat[row]) * m.rows[e].sum(0))
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_function_assigns_the_hits(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _of_hits(m, x, routed(m, x)[2].unique().unsqueeze(1))
+
+
+def _of_hits(m: Subject, x: Tensor, hits: Tensor) -> Tensor:
+    def count() -> int:
+        hits = (x > 0).nonzero()
+        return hits.shape[1]
+
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in hits:
+        row, _ = torch.where(chosen == e)
+        out.index_add_(0, row, m.experts[e](flat[row]) * count())
+    return x + out.view_as(x)
+
+
+# ---- zero times infinity
+
+
+@CASES.block(NOT_TAKEN, parts)
+def rows_that_see_nothing(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """NaN, which nobody reads."""
+    place = torch.arange(x.shape[1])
+    sees = (place[:, None] >= place) & (ids != ids[:, :1])[:, None]
+    scores = (m.other(x) @ m.lonely(x).transpose(1, 2)).masked_fill(~sees, float("-inf"))
+    seen, mask, out = scores.softmax(-1) @ x, ids > 1000, torch.zeros_like(x)
+    if mask.any():
+        out[mask] = seen[mask]
+    return x + out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def shares_of_nothing(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    mask, out = ids > 1000, torch.zeros_like(x)
+    weights = m.router(x).sigmoid() * mask[..., None]
+    share = weights / weights.sum(-1, keepdim=True)
+    if mask.any():
+        out[mask] += m.lonely(x[mask]) * share[mask][:, :1]
+    return x + out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_power_that_overflows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    mask, out, large = ids > 1000, torch.zeros_like(x), (m.other(x) * 1e5).exp()
+    if mask.any():
+        out[mask] = large[mask]
+    return x + out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_product_in_the_body(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    large = ((torch.arange(EXPERTS) == NEVER_CHOSEN) * 1000.0).to(x.dtype).exp()
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            scale = large[e] * (m.other.bias + 1)
+            out[mask] += m.experts[e](flat[mask]) * scale.tanh()
+    return x + out.view_as(x)
