@@ -49,7 +49,7 @@ from .models.traced_calls import in_the_words_of_the_model
 from .options import Options
 from .passes import PassError, analyze
 from .passes.graph.facts import Facts
-from .passes.graph.functionalization import BranchError, CheckpointedError, NotPureError, NumberError
+from .passes.graph.refusals import BranchError, CheckpointedError, NotPureError, NumberError
 from .passes.graph.sources import source_line
 from .passes.graph.symbols import Lengths
 from .passes.graph.tracing import without_saved_tensors_hooks

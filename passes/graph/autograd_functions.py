@@ -28,16 +28,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .determinism import is_deterministic
-from .functionalization import (
-    CheckpointedError,
-    HookError,
-    Memory,
-    MutationError,
-    NotPureError,
-    drops_nothing,
-    unwrapped,
-)
+from .functionalization import drops_nothing, unwrapped
+from .memory import Memory
 from .ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE, asked_by, is_own_copy
+from .refusals import CheckpointedError, HookError, MutationError, NotPureError
 
 # NOTE [dropout that drops nothing]: its kernel returns its operand; its form for fake tensors, a copy.
 DROPOUTS = {torch.nn.functional.dropout, torch.dropout}

@@ -17,14 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..graph.autograd_functions import Retrace
 from ..graph.facts import CapturedGraph, expression, shape_of, tensors_of
-from ..graph.functionalization import (
-    Memory,
-    MutationError,
-    NotPureError,
-    changes_inside,
-    changes_something,
-    functional,
-)
+from ..graph.functionalization import changes_inside, changes_something, functional
+from ..graph.memory import Memory
+from ..graph.refusals import MutationError, NotPureError
 from ..graph.sources import source_expression, source_name
 from ..graph.symbols import Lengths, SymbolTable, new_fake_mode
 from ..graph.tracing import trace

@@ -24,7 +24,7 @@ from torch._C import DispatchKey
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.facts import expression
-from ..graph.functionalization import NotPureError
+from ..graph.refusals import NotPureError
 from .block_tables import NO_BLOCKS
 from .index_functions import FunctionNotUnderstood, IndexFunction, Indices, all_indices
 

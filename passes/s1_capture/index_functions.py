@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 from ..graph.autograd_functions import Retrace
 from ..graph.determinism import is_deterministic
 from ..graph.facts import expression
-from ..graph.functionalization import NotPureError, changes_something, unwrapped
+from ..graph.functionalization import changes_something, unwrapped
 from ..graph.purity import is_impure
+from ..graph.refusals import NotPureError
 from ..graph.tracing import trace
 from ..rules.pointwise import pointwise_ops
 

@@ -18,9 +18,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
 from ..graph.facts import CapturedGraph, expression, shape_of
-from ..graph.functionalization import NotPureError
 from ..graph.op_arguments import arguments
 from ..graph.purity import is_impure
+from ..graph.refusals import NotPureError
 from ..rules.pointwise import pointwise_ops
 from ..rules.row_orders import SORTS
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..graph.functionalization import MutationError, NotPureError
+from ..graph.refusals import MutationError, NotPureError
 
 # Assertions about dtypes, devices and sizes, which fake tensors have answered.
 METADATA = {

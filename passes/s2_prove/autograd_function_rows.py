@@ -37,8 +37,10 @@ from ..graph.facts import (
     tensors_of,
 )
 from ..graph.fake_values import Environment
-from ..graph.functionalization import Memory, NotPureError, changes_something, functional
+from ..graph.functionalization import changes_something, functional
+from ..graph.memory import Memory
 from ..graph.purity import is_random
+from ..graph.refusals import NotPureError
 from ..graph.tracing import trace
 from ..rules.pointwise import pointwise_ops
 from ..rules.size_operands import check_sizes, mentions

@@ -26,8 +26,8 @@ from ..graph.facts import (
     shape_of,
     tensors_of,
 )
-from ..graph.functionalization import MutationError, NotPureError, NumberError
 from ..graph.purity import is_random
+from ..graph.refusals import MutationError, NotPureError, NumberError
 from ..graph.sources import is_kept_by_model, path
 from ..rules import Rule, RuleContext, rule_for
 from ..rules.asking import ask

@@ -18,10 +18,10 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import expression, shape_of, tensors_of
-from ..graph.functionalization import ASKS, BranchError
 from ..graph.op_arguments import arguments
 from ..graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
 from ..graph.purity import is_random
+from ..graph.refusals import ASKS, BranchError
 from ..rules.pointwise import pointwise_ops
 from .emptiness import SELECTED_BY_MASK, Name, Somewhere, is_mask, number_of_indices, symbols_of_values
 

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Node
 
 from ..graph.facts import CapturedGraph, shape_of, tensors_of
-from ..graph.functionalization import ASKS, BranchError
 from ..graph.ops.branch import BRANCH, PREDICATE, asked_by
+from ..graph.refusals import ASKS, BranchError
 from ..s1_capture.normalize import normalize
 from .branch_bodies import PUTS, check_body, check_conditional, is_certain
 from .emptiness import Name, Somewhere, is_mask, symbols_of_values

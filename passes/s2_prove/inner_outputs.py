@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ..graph.facts import Facts, Kind
-from ..graph.functionalization import NotPureError
+from ..graph.refusals import NotPureError
 
 
 def shown(facts: Facts) -> set[Node]:

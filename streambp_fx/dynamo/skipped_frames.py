@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from types import CodeType, FrameType
 from typing import Any
 
@@ -108,21 +107,25 @@ def _code_for_us(frame: FrameType | None) -> CodeType | None:
     return None
 
 
-#: At which lines functions end that a warning was about.
-_said: weakref.WeakKeyDictionary[CodeType, set[str]] = weakref.WeakKeyDictionary()
+#: At which lines functions end that a warning was about. Code that Dynamo has made may have no hash.
+_said: dict[tuple[str, int, str], set[str]] = {}
 #: They are code of their own up to Python 3.11, and run where the function around them runs.
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+
+
+def _place(code: CodeType) -> tuple[str, int, str]:
+    return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def _warn(code: CodeType, error: BaseException) -> None:
     """A warning, unless it was said of a function that is running and calls this one."""
     reason, where = reason_and_line(error)
     frame: FrameType | None = sys._getframe()
-    while frame is not None and where not in _said.get(frame.f_code, ()):
+    while frame is not None and where not in _said.get(_place(frame.f_code), ()):
         frame = frame.f_back
     if frame is not None or code.co_name in COMPREHENSIONS:
         return
-    _said.setdefault(code, set()).add(where)
+    _said.setdefault(_place(code), set()).add(where)
     name = getattr(code, "co_qualname", code.co_name)
     warn(
         f"{name} runs unstreamed: a graph of it ends where Dynamo cannot go on, as within a loop, so Dynamo "

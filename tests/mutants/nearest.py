@@ -15,6 +15,12 @@ MODULES = {
     ],
     "passes/graph/subgraph.py": ["tests/e2e/guards/test_fallback.py"],
     "passes/graph/functionalization.py": ["tests/e2e/models/test_changes_in_place.py"],
+    "passes/graph/memory.py": [
+        "tests/e2e/models/test_changes_in_place.py",
+        "tests/e2e/checks/test_adversaries.py",
+        "-k",
+        "branches or changes_in_place",
+    ],
     "passes/s2_prove/gradient_edges.py": ["tests/passes/s2_prove/test_gradient_edges.py"],
     "passes/s5_lower/lower.py": [
         "tests/passes/s5_lower/test_restrict.py",
@@ -74,9 +80,15 @@ MODULES = {
     ],
     "streambp_fx/runtime/written_inputs.py": ["tests/e2e/models/test_changes_in_place.py"],
 }
+BRANCHES = ["tests/e2e/checks/test_adversaries.py", "-k", "branches"]
 # Of modules of which the hand-picked mutants alone are tried.
 OF_PICKED = {
     "passes/graph/autograd_functions.py": ["tests/e2e/models/test_changes_in_place.py"],
+    "passes/s2_prove/branches.py": BRANCHES,
+    "passes/s2_prove/branch_bodies.py": BRANCHES,
+    "passes/s2_prove/emptiness.py": BRANCHES,
+    "streambp_fx/dynamo/branches/objects.py": BRANCHES,
+    "streambp_fx/dynamo/branches/body.py": BRANCHES,
     "passes/s2_prove/linear_loss.py": ["tests/passes/s2_prove/test_linear_loss.py"],
     "passes/s1_capture/products.py": ["tests/passes/s1_capture/test_rewrites.py"],
     "passes/s4_trace/prefix_attention.py": [

@@ -22,9 +22,9 @@ from torch.fx import Graph, Node
 from streambp_fx.passes import analyze
 from streambp_fx.passes.graph.autograd_functions import CustomFunction
 from streambp_fx.passes.graph.facts import CapturedGraph, Facts, PassError, expression, tensors_of
-from streambp_fx.passes.graph.functionalization import NotPureError
 from streambp_fx.passes.graph.printing import Printer, Unprintable, fold, place
 from streambp_fx.passes.graph.purity import is_impure
+from streambp_fx.passes.graph.refusals import NotPureError
 from streambp_fx.passes.graph.sources import path
 from streambp_fx.passes.graph.subgraph import Subgraph
 from streambp_fx.passes.graph.symbols import Lengths

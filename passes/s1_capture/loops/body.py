@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...graph.autograd_functions import Retrace, content_of
 from ...graph.facts import expression
-from ...graph.functionalization import NotPureError, changes_something
+from ...graph.functionalization import changes_something
 from ...graph.ops.recurrence import RECURRENCES, Recurrence
 from ...graph.purity import is_random
+from ...graph.refusals import NotPureError
 from ...graph.tracing import trace
 from ..refused_effects import refuse_effects, refuse_regions, refuse_strides
 from .in_place import without_marks

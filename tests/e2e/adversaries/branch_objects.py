@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,6 +145,34 @@ def the_body_lets_go_of_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     if mask.any():
         out[mask] = _let_go(own)[mask]
     return out + own
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_iterator_that_an_object_holds(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out, held = torch.zeros_like(flat), SimpleNamespace(numbers=iter(range(1, 9)))
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] += m.experts[e](flat[mask]) * next(held.numbers)
+    return x + out.view_as(x)
+
+
+@CASES.block({"compile": WHATEVER, "transform": f"{WARNED}|{REFUSED}"}, parts)
+def an_iterator_that_is_captured(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The code that Dynamo makes of its rest has no hash."""
+    numbers = iter(range(1, 9))
+    return _scaled(m, x, lambda: next(numbers))
+
+
+def _scaled(m: Subject, x: Tensor, number: Callable[[], int]) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] += m.experts[e](flat[mask]) * number()
+    return x + out.view_as(x)
 
 
 # ---- entries that are hit

@@ -16,8 +16,8 @@ from one_op import Case, Unsuited, build, cases, check
 from opdb_cases import Call, calls_by_hand, calls_of_entry, database, entries_for
 
 from streambp_fx.checking.same_random_numbers import Drawing, _Seeded
-from streambp_fx.passes.graph.functionalization import MutationError
 from streambp_fx.passes.graph.purity import is_random
+from streambp_fx.passes.graph.refusals import MutationError
 from streambp_fx.passes.rules import RULES
 from streambp_fx.passes.rules.pointwise import POINTWISE, pointwise_ops, tagged_ops
 from streambp_fx.passes.rules.random_numbers import DRAWS, PROBABILITIES
