@@ -14,11 +14,12 @@ from ..graph.refusals import MutationError, NotPureError
 METADATA = {
     "aten::_assert_tensor_metadata", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size",
 }  # fmt: skip
-# Python functions that return nothing: they switch gradients and autocast, which the trace follows, or tell
-# what sizes may be.
+# Python functions that return nothing: they switch gradients and autocast, which the trace follows, tell what
+# sizes may be, or note which parts of PyTorch are used.
 HARMLESS = {
     *(torch._C._set_grad_enabled, torch.amp.autocast_mode._exit_autocast),
     *(torch._check, torch._check_is_size, torch._assert),
+    torch._C._log_api_usage_once,
 }
 
 

@@ -95,7 +95,8 @@ class Case:
         name: of the case.
         kind: its class.
         make: makes the model, given the door.
-        want: what of it is expected to be streamed, by door; several are allowed with "|".
+        want: what of it is expected to be streamed, by door; several are allowed with "|". A door that is not
+            there is not tried.
         scenario: what is done with it.
         against: "eager"; "differences", finite ones, with equal random numbers; "differences, any chunk" if
             what is drawn does not depend on the chunk either; "none": the scenario asserts what it wants.

@@ -189,8 +189,9 @@ def a_function_that_knows_the_hit(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + out.view_as(x)
 
 
-@CASES.block(NOT_TAKEN, parts)
+@CASES.block({"transform": f"{WARNED}|{REFUSED}"}, parts)
 def a_generator_that_knows_the_hit(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """With `torch.compile` Dynamo itself, with any backend, reads the value from before the loop."""
     flat, _, chosen = routed(m, x)
     out, e = torch.zeros_like(flat), 0
     scales = (1 + int(e) for _ in range(EXPERTS))

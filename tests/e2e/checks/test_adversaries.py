@@ -60,6 +60,8 @@ OFTEN: dict[str, str] = {
     "selected rows: added by a mask": "compile",
     "branches on data: counts as a list": "transform",
     "branches on data: experts that are hit": "compile",
+    "objects behind branches: another name within the body": "transform",
+    "objects behind branches: shares of nothing": "compile",
     "convolutions: before an attention": "compile",
     "recurrences: read by an attention": "compile",
     "loops: a step with no finite gradient for the first": "compile",
@@ -79,7 +81,7 @@ def _parameters() -> list[Any]:
     found = []
     for module in MODULES:
         for case in module.CASES.all.values():
-            for door in DOORS:
+            for door in (d for d in DOORS if d in case.want):
                 marks = () if OFTEN.get(case.id) == door else pytest.mark.slow
                 found.append(pytest.param(case, door, id=f"{case.id} [{door}]", marks=marks))
     return found
