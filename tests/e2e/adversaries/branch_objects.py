@@ -219,7 +219,7 @@ def an_entry_that_is_a_view(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
         row, _ = torch.where(chosen == e)
         scale = table[e]
         scale += 2
-        out.index_add_(0, row, m.experts[e](flat[row]) * scale)
+        out.index_add_(0, row, m.experts[e](flat[row]) * scale.clone())
     return x + out.view_as(x) * table.sum(0)
 
 
