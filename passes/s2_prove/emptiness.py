@@ -371,12 +371,16 @@ def _has_distinct_rows(values: Node) -> bool:
 
 
 def number_of_indices(values: Node) -> int | None:
-    """How many different numbers there may be among the indices that an op gives; None for other values.
+    """How many different numbers there may be among the indices that an op gives, of which there are some.
+
+    None for other values.
 
     Args:
         values: whole numbers, of any shape.
     """
-    while values.target in (*SAME, aten.select.int, aten.slice.Tensor, *_CASTS) and _keeps_numbers(values):
+    if symbols_of_values(values):
+        return None  # there may be none
+    while values.target in (*SAME, aten.select.int, *_CASTS) and _keeps_numbers(values):
         values = values.args[0]  # type: ignore[assignment]
     op = values.args[0] if values.target is operator.getitem and values.args[1] == 1 else values
     if not isinstance(op, Node) or op.target not in (*_RANKED, aten.argsort.default, aten.argmax.default):

@@ -37,11 +37,11 @@ def is_only_name(tree: ast.FunctionDef, branch: ast.If, name: str) -> bool:
 
 
 def _later(tree: ast.FunctionDef, branch: ast.If) -> Iterator[ast.AST]:
-    """What is run behind a branch, and not again before it."""
+    """What is run behind a branch, and not before it."""
     outer = [s for s in around(tree.body, branch) if isinstance(s, LOOPS)]
     for statements in following(tree.body, outer[-1] if outer else branch):
-        for statement in statements:
-            yield from ast.walk(statement)
+        for nodes in (list(ast.walk(s)) for s in statements):
+            yield from nodes if branch not in nodes else ()  # it may catch an error of the branch
 
 
 def _made(tree: ast.AST) -> Iterator[tuple[ast.Name, ast.expr]]:
@@ -93,7 +93,7 @@ def _read_by(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Subscript):
         return [node.value]
     if isinstance(node, ast.AugAssign):
-        return [node.target, node.value]
+        return [node.target]
     if isinstance(node, ast.Attribute):
         return [node.value] if node.attr in _FACTS and isinstance(node.ctx, ast.Load) else []
     if isinstance(node, ast.Return):
@@ -118,26 +118,29 @@ def with_checks(tree: ast.FunctionDef, names: Iterable[str]) -> None:
         names: the variables that are taken for the only names of their objects.
     """
     own, modules = set(names), dict[str, ast.expr]()
-    for target, value in list(_made(tree)):
-        if target.id in own:
-            _check(value)
-    for node in ast.walk(tree):
+    made = {id(value) for target, value in _made(tree) if target.id in own}
+    for node in list(ast.walk(tree)):
         if isinstance(node, ast.Call) and _is_of_torch(node):
             modules[ast.unparse(node.func.value)] = node.func.value  # type: ignore[attr-defined]
+        read = (n.id for n in _read_by(node) if isinstance(n, ast.Name))
+        if id(node) in made or not own.isdisjoint(read):
+            _check(node)
     if modules:
         (check,) = ast.parse(f"{TRACED}.of_torch({', '.join(modules)})").body
         tree.body.insert(0, check)
 
 
-def _check(value: ast.expr) -> None:
-    """Put a check around each operand of what makes a tensor."""
-    if isinstance(value, ast.BinOp):
-        value.left, value.right = _checked("operand", value.left), _checked("operand", value.right)
-    elif isinstance(value, ast.UnaryOp):
-        value.operand = _checked("operand", value.operand)
-    elif isinstance(value, ast.Call) and not _is_of_torch(value):
-        assert isinstance(value.func, ast.Attribute)
-        value.func.value = _checked("tensor", value.func.value)
+def _check(node: ast.AST) -> None:
+    """Put a check around what must be a tensor, or a number: another object may keep what it is given."""
+    if isinstance(node, ast.BinOp):
+        node.left, node.right = _checked("operand", node.left), _checked("operand", node.right)
+    elif isinstance(node, ast.UnaryOp):
+        node.operand = _checked("operand", node.operand)
+    elif isinstance(node, ast.Compare):
+        node.left = _checked("operand", node.left)
+        node.comparators = [_checked("operand", c) for c in node.comparators]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not _is_of_torch(node):
+        node.func.value = _checked("tensor", node.func.value)
 
 
 def _checked(function: str, value: ast.expr) -> ast.expr:

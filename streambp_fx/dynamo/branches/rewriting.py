@@ -19,7 +19,9 @@ PREFIX = "_streambp_branch_"
 PLAIN = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass, ast.If, ast.For)
 # Expressions that mean something else in a function of its own, or have effects.
 OTHER = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.Lambda)
-OWN_FRAME = {"super", "locals", "__class__", "vars", "eval", "exec"}
+OWN_FRAME = {"super", "__class__"}
+# What asks for the names of variables.
+OWN_NAMES = {"locals", "vars", "dir", "eval", "exec"}
 
 
 class NotABranch(Exception):
@@ -35,7 +37,9 @@ def with_branches(code: CodeType) -> CodeType | None:
     tree = source.function
     tree.body = _without_skips(tree.body)
     with_all_entries(tree, PREFIX)
-    if any(isinstance(n, (ast.Global, ast.Nonlocal)) for n in ast.walk(tree)):
+    if any(isinstance(n, (ast.Global, ast.Nonlocal, ast.Match)) for n in ast.walk(tree)):
+        return None
+    if OWN_NAMES & {n.id for n in names_in([tree])}:
         return None
     captured = captured_names(tree)
     found = [b for b in _branches(tree) if _why_not(b) is None and captured.isdisjoint(_stored(b))]

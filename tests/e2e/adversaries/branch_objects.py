@@ -99,6 +99,45 @@ def _rebound(m: Subject, x: Tensor, ids: Tensor, told: Callable[[Tensor, Tensor]
 
 
 @CASES.block(NOT_TAKEN, parts)
+def another_name_within_a_region(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        made, mask = x * 1, ids > 1000
+        before = made
+        if mask.any():
+            made = made.index_put((mask,), m.lonely(x[mask]))
+    return x + made * (3 if before is made else 1)
+
+
+class _Kept:
+    """Keeps what is added to it."""
+
+    def __add__(self, other: Tensor) -> Tensor:
+        self.other = other
+        return other * 2
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_object_that_keeps_what_it_is_given(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    kept, mask = _Kept(), ids > 1000
+    made = x * 1
+    twice = kept + made
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return twice + made * (3 if kept.other is made else 1)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_name_that_a_pattern_gives(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    mask = ids > 1000
+    match x:
+        case made:
+            pass
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x + made * (3 if made is x else 1)
+
+
+@CASES.block(NOT_TAKEN, parts)
 def is_it_the_same_to_an_operator(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return _rebound(m, x, ids, operator.is_)
 
@@ -274,6 +313,22 @@ def shares_of_nothing(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     if mask.any():
         out[mask] += m.lonely(x[mask]) * share[mask][:, :1]
     return x + out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_router_of_selected_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """No expert has rows where none are selected, and what the router reads is infinite."""
+    flat, special = x.reshape(-1, WIDTH), ids.reshape(-1) > 1000
+    large = (flat * 1e5).exp()
+    rows, out = large[special], torch.zeros_like(flat)
+    made = torch.zeros_like(rows)
+    chosen = m.router(rows).topk(2, dim=-1)[1]
+    for e in range(EXPERTS):
+        row, _ = torch.where(chosen == e)
+        if row.numel() > 0:
+            made.index_add_(0, row, m.experts[e](rows[row]))
+    out[special] = made
+    return x + out.view_as(x)
 
 
 @CASES.block(NOT_TAKEN, parts)
