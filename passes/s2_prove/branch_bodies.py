@@ -49,6 +49,12 @@ LINEAR = {
     aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.any.default,
     aten.any.dim, aten.bincount.default, aten.full_like.default, aten.lift_fresh_copy.default,
 }  # fmt: skip
+# Others whose derivatives do not depend on values; in a body they would give other rows than none, or may fail.
+MOVED = {
+    aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default,
+    aten.cat.default, aten.stack.default, aten.masked_fill.Scalar, aten.scatter.value, aten.mean.dim,
+    aten.topk.default, aten.sort.default, aten.dropout.default,
+}  # fmt: skip
 COMPARISONS = {
     aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.gt.Scalar, aten.gt.Tensor,
     aten.ge.Scalar, aten.ge.Tensor, aten.lt.Scalar, aten.lt.Tensor, aten.le.Scalar, aten.le.Tensor,
@@ -100,7 +106,7 @@ def check_conditional(known: Somewhere, nodes: Mapping[Node, set[Name]], branch:
         BranchError: the derivative of one of them may be infinite.
     """
     for node, names in nodes.items():
-        harmless = node.op != "call_function" or node.target in LINEAR or is_certain(known, names)
+        harmless = node.op != "call_function" or node.target in {*LINEAR, *MOVED} or is_certain(known, names)
         if not harmless:
             raise BranchError(f"{ASKS} to use {node.target}, whose derivative may be infinite", branch)
 

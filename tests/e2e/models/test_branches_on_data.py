@@ -245,3 +245,36 @@ def test_hooks_are_not_called_for_nothing(on: str) -> None:
                 one(*batch(step)).backward()
         assert_same(grads(model), grads(eager))
     assert sorted(seen[0]) == sorted(seen[1]) and seen[0] and kept
+
+
+class Adapted(nn.Module):
+    """Rows of special tokens go through a layer of their own, which alone is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.adapter = nn.Embedding(VOCAB, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCAB)
+        self.double().requires_grad_(False)
+        self.adapter.requires_grad_(True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.adapted(self.embed(ids), ids == VOCAB - 1)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def adapted(self, x: Tensor, special: Tensor) -> Tensor:
+        if special.any():
+            x[special] = self.adapter(x[special])
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::streambp_fx.StreamBPWarning")  # not streamed
+def test_a_loss_without_a_gradient() -> None:
+    eager = Adapted()
+    model = copy.deepcopy(eager)
+    streambp_fx.transform(model, chunk=8, seq_dim={"ids": 1})
+    special, plain = torch.full((2, 37), VOCAB - 1), torch.zeros(2, 37, dtype=torch.int64)
+    for ids in (special, plain, special):
+        losses = [one(ids) for one in (eager, model)]
+        torch.testing.assert_close(*losses)
+        assert losses[0].requires_grad == losses[1].requires_grad

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from streambp_fx.passes.s2_prove.branch_bodies import is_certain
 from streambp_fx.passes.s2_prove.emptiness import Somewhere, is_one_of_distinct
 
 EXPERTS = 4
@@ -99,3 +100,27 @@ def test_masks_that_are_true_once_in_a_row(name: str) -> None:
     traced = make_fx(function, pre_dispatch=True)(torch.randn(5, EXPERTS))
     (node,) = traced.graph.output_node().all_input_nodes
     assert is_one_of_distinct(node) is expected
+
+
+# Which experts are asked about, what of, and whether one of them is chosen in any case.
+CERTAIN: dict[str, tuple[Callable[[Tensor], Tensor], range, bool]] = {
+    "topk": (lambda x: x.topk(2, -1).indices, range(EXPERTS), True),
+    "argmax": (lambda x: x.argmax(-1), range(EXPERTS), True),
+    "the first": (lambda x: x.topk(2, -1).indices[:, 0], range(EXPERTS), True),
+    "wider": (lambda x: x.argsort(-1).to(torch.int64), range(EXPERTS), True),
+    "some": (lambda x: x.topk(2, -1).indices, range(EXPERTS - 1), False),
+    "a part of the rows": (lambda x: x.topk(2, -1).indices[7:], range(EXPERTS), False),
+    "along rows": (lambda x: x.topk(2, 0).indices, range(EXPERTS), False),
+    "shifted": (lambda x: x.topk(2, -1).indices + 1, range(EXPERTS), False),
+    "values": (lambda x: x.round().topk(2, -1).values, range(EXPERTS), False),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_one_of_all_entries_is_chosen(name: str) -> None:
+    function, asked, expected = CERTAIN[name]
+    traced = make_fx(lambda x: [function(x) == e for e in asked], pre_dispatch=True)(torch.randn(5, EXPERTS))
+    known = Somewhere(traced.graph)
+    names = [known.name(n) for n in traced.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]
+    assert is_certain(known, names) is expected
+    assert not is_certain(known, names[1:])
