@@ -49,7 +49,7 @@ LINEAR = {
     aten.full.default, aten.arange.default, aten.arange.start, aten.new_zeros.default, aten.any.default,
     aten.any.dim, aten.bincount.default, aten.full_like.default, aten.lift_fresh_copy.default,
 }  # fmt: skip
-# Others whose derivatives do not depend on values; in a body they would give other rows than none, or may fail.
+# Others whose derivatives do not depend on values. In a body they may fail, or give other rows than none.
 MOVED = {
     aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default,
     aten.cat.default, aten.stack.default, aten.masked_fill.Scalar, aten.scatter.value, aten.mean.dim,
