@@ -135,7 +135,7 @@ def _iterators(kind: type) -> Iterator[type]:
     """What Dynamo knows of iterators and generators; those that somebody has written are other objects."""
     own: type
     for own in kind.__subclasses__():
-        if not issubclass(own, UserDefinedVariable):
+        if not issubclass(own, (UserDefinedVariable, kinds.LazyVariableTracker)):  # that asks another one
             if any(GET_NEXT in vars(c) for c in own.__mro__ if c is not VariableTracker):
                 yield own
             yield from _iterators(own)

@@ -443,7 +443,8 @@ def is_it_in_the_set(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 @CASES.block(NOT_TAKEN, parts)
 def a_set_is_filled(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     flat, _, chosen = routed(m, x)
-    out, ran = torch.zeros_like(flat), set[int]()
+    ran: set[int] = set()
+    out = torch.zeros_like(flat)
     for e in range(EXPERTS):
         mask = (chosen == e).any(-1)
         if mask.any():
