@@ -53,7 +53,8 @@ def _is_called_for_its_effect(node: Node) -> bool:
     """True for a Python function that is given no tensor and returns nothing: it sets a mode, or the like."""
     op, ops = node.target, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
     function = node.op == "call_function" and not isinstance(op, ops) and op not in HARMLESS
-    return function and node.meta.get("val", node.meta.get("example_value")) is None
+    of_transforms = str(getattr(op, "__module__", "")).startswith("torch._functorch.")  # `refuse_transforms`
+    return function and not of_transforms and node.meta.get("val", node.meta.get("example_value")) is None
 
 
 def _is_tensor(node: Node) -> bool:
