@@ -21,7 +21,7 @@ from .checking.checked_kinds import Record
 from .checking.result import SelfCheck
 from .checking.self_check import self_check
 from .dynamo.attribute_stores import keep_attribute_stores
-from .dynamo.branches import end_graphs_at_branches, watch_branches
+from .dynamo.branches import as_asked, end_graphs_at_branches, watch_branches
 from .dynamo.each_frame import end_graphs_at_numbers, watch_frames
 from .dynamo.examples import differentiates, is_on_cpu
 from .dynamo.hooks import IN_FORWARD_MODE, MAY_CHANGE, guard_hooks, hook_on_saved_tensors, is_forward_mode
@@ -184,7 +184,7 @@ def compile_graph(
     guard_hooks()
     note_graph(module, example_inputs)
     with without_saved_tensors_hooks():  # those of a checkpoint around the model, or of a store
-        instead = otherwise or Otherwise(with_plain_loops(module))
+        instead = otherwise or Otherwise(as_asked(with_plain_loops(module)))
         counted = counts or GraphCounts(example_inputs)
         return _compiled_graph(
             module, example_inputs, options, report, declared, placeless, instead, sharded, counted
@@ -204,7 +204,7 @@ def _compiled_graph(
 ) -> Callable[..., Any]:
     if not differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
-        return with_plain_loops(module) if sharded is None else otherwise.run
+        return as_asked(with_plain_loops(module)) if sharded is None else otherwise.run
     lengths = find_lengths(module, options.seq_dim, likely=declared)
     unknown = unknown_names(module, options.seq_dim)
     if not lengths.sequence:

@@ -180,7 +180,7 @@ class Options:
         return self._head_rows(LOSS_CHUNK, samples)
 
     def _head_rows(self, tokens: int, samples: int) -> int:
-        return max(1, tokens // samples) if self.loss_chunk == "auto" else int(self.loss_chunk)
+        return max(1, tokens // max(1, samples)) if self.loss_chunk == "auto" else int(self.loss_chunk)
 
     def for_graph(self, facts: Facts) -> Options:
         """The same options for a graph, whose head has `fewest_tokens` in a chunk, or more."""

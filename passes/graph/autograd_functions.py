@@ -163,7 +163,7 @@ class Retrace(Interpreter):
         except NotPureError as error:
             error.node = error.node or n
             raise
-        self.memory.see(result)
+        self.memory.see(result, n.op == "call_method" and str(n.target).endswith("_"))
         self.memory.check(given, n)
         if n.target in (PREDICATE, PREDICATE_OF_SIZE):
             self.memory.begin_body(n)

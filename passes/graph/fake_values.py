@@ -21,6 +21,7 @@ class Environment:
 
     Args:
         values: of the symbols of the captured graph, in the call for which it was captured (`Facts.values`).
+            Others get a value when they are met.
 
     Attributes:
         mode: the fake mode.
@@ -33,10 +34,13 @@ class Environment:
         self.sizes: dict[sympy.Symbol, Any] = {}
         self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
         assert self.mode.shape_env is not None
-        table = SymbolTable(self.mode.shape_env)
-        for symbol, hint in values.items():  # symbols are at least 2
-            self.sizes[symbol] = table.new(str(symbol), max(2, hint))
-            self.symbols[expression(self.sizes[symbol])] = symbol
+        self._table = SymbolTable(self.mode.shape_env)
+        for symbol, hint in values.items():
+            self._add(symbol, hint)
+
+    def _add(self, symbol: sympy.Symbol, hint: int) -> None:
+        self.sizes[symbol] = self._table.new(str(symbol), max(2, hint))  # symbols are at least 2
+        self.symbols[expression(self.sizes[symbol])] = symbol
 
     def like(self, value: Any) -> Any:
         """A fake tensor like a fake tensor of the captured graph; numbers are translated."""
@@ -47,5 +51,8 @@ class Environment:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     def size(self, size: int | torch.SymInt) -> Any:
-        """A size of the captured graph in the symbols of this environment."""
-        return evaluate(expression(size), self.sizes)
+        """A size of the captured graph, or a number of selected rows, in the symbols of this environment."""
+        asked = expression(size)
+        for symbol in sorted(asked.free_symbols - self.sizes.keys(), key=str):
+            self._add(symbol, 2)
+        return evaluate(asked, self.sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ class Memory:
         self._bodies: list[_Body] = []
         self._rebound: list[Tensor] = []
         self._own: list[Tensor] = []
+        self._twice: set[int] = set()
 
     def versions(self, values: Any) -> list[Version]:
         """The tensors among arguments of an op, as they are before it."""
@@ -80,13 +82,25 @@ class Memory:
             return ()
         return value.requires_grad, value.is_leaf, value.shape, value.stride(), storage_of(value)
 
-    def see(self, values: Any) -> None:
-        """Remember the tensors among inputs or results of an op."""
+    def see(self, values: Any, given_back: bool = False) -> None:
+        """Remember the tensors among inputs or results of an op.
+
+        Args:
+            values: them, in any containers.
+            given_back: the op changes a tensor in place, and returns it.
+        """
         for value in pytree.tree_leaves(values):
+            if id(value) in self._seen and not given_back:
+                self._twice.add(id(value))
             if isinstance(value, Tensor) and id(value) not in self._seen:
-                key = id(value)
-                gone = lambda _, key=key: self._seen.pop(key, None)  # noqa: E731
-                self._seen[key] = _Seen(weakref.ref(value, gone), storage_of(value))
+                self._seen[id(value)] = _Seen(weakref.ref(value, self._forget(id(value))), storage_of(value))
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            self._seen.pop(key, None)
+            self._twice.discard(key)
+
+        return gone
 
     def check(self, before: list[Version], node: Node) -> None:
         """Look at what an op did to its arguments.
@@ -161,10 +175,13 @@ class Memory:
 
         Raises:
             BranchError: one of them lies in the memory of a copy, and would be a view of the tensor itself.
+                Or an op has returned it that was given it.
         """
         found = [v for v in values if isinstance(v, Tensor)]
         if {storage_of(v) for v in self._own} & {storage_of(v) for v in found}:
             raise BranchError(f"{ASKS} to make a view of what it changes in place", node)
+        if any(id(v) in self._twice for v in found):
+            raise BranchError(f"{ASKS} to take another tensor, or one that has two names", node)
         self._rebound += found
 
     def end_body(self, predicate: Node) -> None:

@@ -55,6 +55,15 @@ MOVED = {
     aten.cat.default, aten.stack.default, aten.masked_fill.Scalar, aten.scatter.value, aten.mean.dim,
     aten.topk.default, aten.sort.default, aten.dropout.default,
 }  # fmt: skip
+HARMLESS = {*LINEAR, *MOVED, *OWN}
+# Ops of sizes that do not fail.
+OF_NUMBERS = {
+    operator.add, operator.sub, operator.mul, operator.neg, operator.eq, operator.ne, operator.lt,
+    operator.le, operator.gt, operator.ge, operator.getitem, aten.sym_size.int, aten._assert_scalar.default,
+    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default, torch.sym_ite, torch.sym_not,
+    torch.sym_max, torch.sym_min, *SELECTED_BY_MASK, aten.chunk.default, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.unbind.int,
+}  # fmt: skip
 COMPARISONS = {
     aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.gt.Scalar, aten.gt.Tensor,
     aten.ge.Scalar, aten.ge.Tensor, aten.lt.Scalar, aten.lt.Tensor, aten.le.Scalar, aten.le.Tensor,
@@ -84,6 +93,8 @@ def check_body(
             raise BranchError(f"{ASKS} to put values that are there without rows", branch)
         if node.op != "call_function" or node in way or node.target in OWN:
             continue
+        if not tensors_of(node) and node.target not in OF_NUMBERS:
+            raise BranchError(f"{ASKS} to run {node.target}, which may fail without rows", branch)
         if is_random(node):
             raise BranchError(f"{ASKS} to draw random numbers", branch)
         if tensors_of(node) and not _is_harmless(known, name, node, trained):
@@ -106,8 +117,7 @@ def check_conditional(known: Somewhere, nodes: Mapping[Node, set[Name]], branch:
         BranchError: the derivative of one of them may be infinite.
     """
     for node, names in nodes.items():
-        harmless = node.op != "call_function" or node.target in {*LINEAR, *MOVED} or is_certain(known, names)
-        if not harmless:
+        if node.op == "call_function" and node.target not in HARMLESS and not is_certain(known, names):
             raise BranchError(f"{ASKS} to use {node.target}, whose derivative may be infinite", branch)
 
 

@@ -48,14 +48,16 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
         return captured
     known, numbers, masks = Somewhere(graph), dict[Name, int](), list[Node]()
     asked: dict[Node, int] = {}
-    within, trained = set(found), {n for n in captured.differentiable if n.op == "placeholder"}
+    within: dict[Node, set[Node]] = {n: set() for n in found}  # by op of a body, the branches around it
+    trained = captured.differentiable & captured.parameters.keys()
     nodes = list(graph.nodes)
     order = {n: k for k, n in enumerate(nodes)}
     for node in found:
         name, mask, puts = _proved(known, node)
         body = nodes[order[asked_by(node)] : order[node]]
         check_body(known, name, body, puts, node, trained)
-        within.update(body)
+        for inner in body:
+            within.setdefault(inner, set()).add(node)
         if name not in numbers:
             numbers[name] = len(masks)
             masks.append(mask)
@@ -136,7 +138,7 @@ def _ways(
     captured: CapturedGraph,
     known: Somewhere,
     asked: dict[Node, int],
-    within: set[Node],
+    within: dict[Node, set[Node]],
     names: dict[int, Name],
 ) -> dict[Node, frozenset[Way]]:
     """By input with a gradient that it does not always have: the ways in which one comes to it.
@@ -145,7 +147,7 @@ def _ways(
         captured: the graph.
         known: of it.
         asked: by branch, the number of what it asks.
-        within: the ops of bodies.
+        within: by op of a body, the branches around it.
         names: of what is asked, by number.
 
     Raises:
@@ -174,7 +176,12 @@ def _ways(
         of_inputs = set().union(*(of_output[n] for n in given if n in of_output))
         if not (of_inputs & ALWAYS) and not is_certain(known, alone(of_inputs)):
             raise BranchError(f"{ASKS} what the model returns has a gradient")
-    conditional = {n: alone(own) for n, own in ways.items() if own != ALWAYS and n not in within}
+    around = {n: frozenset(asked[b] for b in own) for n, own in within.items()}
+    conditional = {
+        n: alone(own) if n not in around else set[Name]()
+        for n, own in ways.items()
+        if not any(way <= around.get(n, frozenset()) for way in own)  # it has a gradient where it is run
+    }
     check_conditional(known, conditional, next(iter(asked)))
     return {n: ways[n] for n in given if ways.get(n, ALWAYS) != ALWAYS}
 

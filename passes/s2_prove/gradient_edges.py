@@ -45,11 +45,34 @@ class GradientEdges:
         if isinstance(node.target, CustomFunction):
             return [n for n in wanted if _author_gives(node, n)]
         if isinstance(node.target, RowSelection):
-            return wanted  # its backward says so, of very many operands
+            return self._of_selection(node, wanted)
         key = _key(node, wanted)
         if key not in self._known:
             self._known[key] = self._ask(node, wanted)
         return [n for n, comes in zip(wanted, self._known[key], strict=True) if comes]
+
+    def _of_selection(self, node: Node, wanted: list[Node]) -> list[Node]:
+        """Of many operands: its ops are asked one by one, as parts of it may have no gradient."""
+        nodes = node.target.module.graph.nodes  # type: ignore[union-attr]
+        own = dict(zip((n for n in nodes if n.op == "placeholder"), node.args, strict=True))
+        asked = set(wanted)
+        differentiated = {n for n, operand in own.items() if operand in asked}
+        sources: dict[Node, list[Node]] = {}
+        for inner in nodes:
+            found = self.of(inner, differentiated)
+            if found:
+                differentiated.add(inner)
+                sources[inner] = found
+        (output,) = (n for n in nodes if n.op == "output")
+        pending, reached = list(output.all_input_nodes), set[Node]()
+        while pending:
+            inner = pending.pop()
+            if inner not in reached:
+                reached.add(inner)
+                pending += sources.get(inner, ())
+        given = {operand for n, operand in own.items() if n in reached}
+        node.target.given = {k for k, n in enumerate(own) if n in reached}  # type: ignore[union-attr]
+        return [n for n in wanted if n in given]
 
     def _ask(self, node: Node, wanted: list[Node]) -> tuple[bool, ...]:
         try:

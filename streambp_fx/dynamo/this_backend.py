@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CaptureError
-from ..passes.graph.ops.branch import BRANCH
+from ..passes.graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
 
 MARK = "is_streambp_fx"
 REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -45,7 +45,7 @@ def runs_better_in_python(module: GraphModule) -> bool:
     It has checkpointed regions, which it may run otherwise than eager does, or bodies of branches, which it
     runs whatever the data says.
     """
-    return any(n.target in (REGION, BRANCH) for n in _nodes(module))
+    return any(n.target in (REGION, BRANCH, PREDICATE, PREDICATE_OF_SIZE) for n in _nodes(module))
 
 
 def has_cut_checkpoints(module: GraphModule) -> bool:

@@ -9,7 +9,7 @@ pass meets a size that depends on values. In a chunk program it is one op, and i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class RowSelection:
 
     Attributes:
         content: the same for selections that do the same.
+        given: the numbers of the operands to which a gradient comes; all, as long as nobody has asked.
         draws: it draws random numbers: never.
     """
 
@@ -46,6 +47,7 @@ class RowSelection:
 
     def __init__(self, module: GraphModule, like: int) -> None:
         self.module, self.like = module, like
+        self.given: Collection[int] | None = None
         self.content = repr((content_of(module), like))
         self.number = _numbers.setdefault(self.content, len(_graphs))
         if self.number == len(_graphs):
@@ -54,7 +56,8 @@ class RowSelection:
         self.__module__ = __name__
 
     def __call__(self, *operands: Tensor) -> Tensor:
-        number, like = self.number, self.like
+        number, like, given = self.number, self.like, self.given
+        own = [v if given is None or k in given else v.detach() for k, v in enumerate(operands)]
 
         class Apply(torch.autograd.Function):
             @staticmethod
@@ -72,7 +75,7 @@ class RowSelection:
                 by_place = dict(zip(wanted, found, strict=True))
                 return tuple(by_place.get(k) for k in range(len(ctx.needs_input_grad)))
 
-        return Apply.apply(*operands)
+        return Apply.apply(*own)
 
 
 def _rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:

@@ -7,12 +7,14 @@ function of its own. What that function is given and gives back are the values b
 no other effect is seen by Dynamo's own record of effects, and by what the trace sees changed in place.
 Functions themselves are not changed: Dynamo is given other code when it inlines one for this backend.
 
-`rewriting` is the source, `traced` what stands in it, `body` what is asked of the body, and `inlining` gives
-it to Dynamo.
+`rewriting` is the source, with loops over the entries that are `chosen`. `traced` is what stands in it,
+`objects` what its variables may name, and `body` what is asked of the body. `inlining` gives it to Dynamo.
+`as_asked` runs a graph of which nothing is proved.
 """
 
 from __future__ import annotations
 
+from .as_asked import as_asked
 from .inlining import end_graphs_at_branches, watch_branches
 
-__all__ = ["end_graphs_at_branches", "watch_branches"]
+__all__ = ["as_asked", "end_graphs_at_branches", "watch_branches"]

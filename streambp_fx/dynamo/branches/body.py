@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import sympy
 import torch
 from torch._dynamo import variables as kinds
+from torch._dynamo.exc import ObservedException
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import MutationType, VariableTracker
 from torch._dynamo.variables.functions import BaseUserFunctionVariable, NestedUserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.user_defined import UserDefinedVariable
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...versions.differences import GET_NEXT
 from ..loops.closed import FIXED, NUMBERS, NotClosed, captured_by
@@ -54,20 +57,34 @@ def in_body(parent: Any, body: Any, traced: Callable[[], Any]) -> Any:
         traced: traces it.
 
     Raises:
-        NotClosed: it changes something that is no tensor, or may do so.
+        NotClosed: it changes something that is no tensor, or may do so, or raises an error.
     """
     _refuse_iterators(body, parent.output.side_effects)
-    before = _random_numbers(), _modes()
+    before, numbers = (_random_numbers(), _modes()), _known_of_numbers(parent.output.shape_env)
     token = _made_from.set(next(_serials))
     try:
         found = traced()
+    except ObservedException as error:  # which the function around it may catch
+        raise NotClosed(f"it raises an error ({type(error).__name__})") from error
     finally:
         _made_from.reset(token)
         if _made_from.get() is None:
             _iterators_of_bodies.clear()
     if (_random_numbers(), _modes()) != before:
         raise NotClosed("it draws random numbers of Python's, or leaves PyTorch in another mode")
+    after = _known_of_numbers(parent.output.shape_env)
+    if any(after[symbol] != known for symbol, known in numbers.items()):
+        raise NotClosed("it asserts something about a number, which holds where it is run")
     return found
+
+
+def _known_of_numbers(shape_env: ShapeEnv) -> dict[sympy.Symbol, tuple[Any, ...]]:
+    """What is taken for granted of each number, of rows and of other sizes, that the trace has met."""
+    asserted = shape_env.deferred_runtime_asserts
+    return {
+        symbol: (within, shape_env.replacements.get(symbol), len(asserted.get(symbol, ())))
+        for symbol, within in shape_env.var_to_range.items()
+    }
 
 
 def _modes() -> tuple[object, ...]:

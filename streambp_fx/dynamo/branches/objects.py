@@ -33,7 +33,20 @@ def is_only_name(tree: ast.FunctionDef, branch: ast.If, name: str) -> bool:
     later = {id(n) for n in _later(tree, branch)}
     found = [n for n in names_in([tree]) if n.id == name and id(n) not in later]
     known = unshared([tree]) | {id(target) for target, _ in _made(tree)}
-    return name not in arguments and all(id(n) in known for n in found)
+    known -= {id(r.value) for t in _finished(tree) for r in ast.walk(t) if isinstance(r, ast.Return)}
+    return name not in arguments | _otherwise_bound(tree) and all(id(n) in known for n in found)
+
+
+def _otherwise_bound(tree: ast.FunctionDef) -> set[str | None]:
+    """Names of functions, classes, modules and errors within a function."""
+    inner = [n for n in ast.walk(tree) if n is not tree]
+    named = {getattr(n, "name", None) for n in inner}
+    return named | {n.asname for n in inner if isinstance(n, ast.alias)}
+
+
+def _finished(tree: ast.FunctionDef) -> list[ast.AST]:
+    """Statements with a part that is run although the function has returned."""
+    return [n for n in ast.walk(tree) if getattr(n, "finalbody", [])]
 
 
 def _later(tree: ast.FunctionDef, branch: ast.If) -> Iterator[ast.AST]:

@@ -209,7 +209,7 @@ class _Changed(ast.NodeTransformer):
 
 def _assigned(tree: ast.FunctionDef, branch: ast.If) -> tuple[list[str], list[str]]:
     """Variables that the body assigns and somebody may read later, and those whose tensors it changes."""
-    changed, inner = _changed_in_place(branch.body), set(ast.walk(branch))
+    changed, inner = _changed_in_place(branch.body), {n for s in branch.body for n in ast.walk(s)}
     outside = {n.id for n in names_in([tree]) if n not in inner and not isinstance(n.ctx, ast.Store)}
     given = [
         n

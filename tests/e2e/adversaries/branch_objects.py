@@ -138,6 +138,82 @@ def a_name_that_a_pattern_gives(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
 
 
 @CASES.block(NOT_TAKEN, parts)
+def a_method_that_returns_its_object(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, mask = x.contiguous(), ids > 1000
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x + made * (3 if made is x else 1)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_function_that_returns_its_object(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, mask = torch.as_tensor(x), ids > 1000
+    if mask.any():
+        made = made.index_put((mask,), m.lonely(x[mask]))
+    return x + made * (3 if made is x else 1)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def what_is_returned_before_the_end(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    found = _ended(m, x, ids > 1000, kept)
+    return x + found * (3 if kept[0] is found else 1)
+
+
+def _ended(m: Subject, x: Tensor, mask: Tensor, kept: list[Tensor]) -> Tensor:
+    made = x * 1
+    try:
+        return made
+    finally:
+        if mask.any():
+            made = made.index_put((mask,), m.lonely(x[mask]))
+        kept.append(made)
+
+
+def _fails(rows: Tensor) -> Tensor:
+    raise ValueError("no rows")
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_error_that_is_caught(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    made, mask = x * 1, ids > 1000
+    try:
+        if mask.any():
+            made = made.index_put((mask,), _fails(x[mask]))
+        made = made * 2
+    except ValueError:
+        pass
+    return x + made
+
+
+def _asserted(m: Subject, rows: Tensor) -> Tensor:
+    assert rows.shape[0] > 0
+    return m.lonely(rows)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def an_assertion_about_the_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """It holds where the body is run, and not behind it."""
+    flat, out = x.reshape(-1, WIDTH), x.reshape(-1, WIDTH).clone()
+    (row,) = torch.where(ids.reshape(-1) > 1000)
+    if row.numel() > 0:
+        out.index_add_(0, row, _asserted(m, flat[row]))
+    return out.view_as(x) * (1 if row.numel() > 0 else 3)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_name_that_the_next_question_reads(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, out = x.reshape(-1, WIDTH), x.reshape(-1, WIDTH).clone()
+    mask = ids.reshape(-1) > 4
+    for _ in range(2):
+        if mask.any():
+            rows = flat[mask]
+            out[mask] += m.lonely(rows)
+            mask = ids.reshape(-1) > 1000
+    return out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
 def is_it_the_same_to_an_operator(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return _rebound(m, x, ids, operator.is_)
 
@@ -337,6 +413,27 @@ def a_power_that_overflows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     if mask.any():
         out[mask] = large[mask]
     return x + out
+
+
+@CASES.block(NOT_TAKEN, parts)
+def from_one_body_to_another(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """The first is run, and what it makes is read by the second alone."""
+    flat, some, none = x.reshape(-1, WIDTH), ids.reshape(-1) > 4, ids.reshape(-1) > 1000
+    large, out = torch.zeros_like(flat), torch.zeros_like(flat)
+    if some.any():
+        large = large.index_put((some,), (flat[some] * 1e6).exp())
+    if none.any():
+        out = out.index_put((none,), large[none])
+    return x + out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def a_division_by_the_number_of_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, out = x.reshape(-1, WIDTH), x.reshape(-1, WIDTH).clone()
+    (row,) = torch.where(ids.reshape(-1) > 1000)
+    if row.numel() > 0:
+        out.index_add_(0, row, m.lonely(flat[row]) * (7 // row.shape[0]))
+    return out.view_as(x)
 
 
 @CASES.block(NOT_TAKEN, parts)

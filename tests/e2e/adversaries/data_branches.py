@@ -213,6 +213,29 @@ def a_product_of_parameters(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + out.view_as(x)
 
 
+@CASES.block(parts=parts)
+def a_part_without_a_gradient(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    """Eager leaves the gradients of an expert's first part None, as of the router."""
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in range(EXPERTS):
+        row, choice = torch.where(chosen == e)
+        if row.numel() > 0:
+            first, act, second = m.experts[e]
+            made = second(act(first(flat[row])).detach())
+            out.index_add_(0, row, made * weights[row, choice, None].detach())
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def a_part_without_a_gradient_and_without_a_branch(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), ids == 3
+    with torch.no_grad():
+        rows = m.lonely(x[mask])
+    out[mask] = m.experts[0](rows)
+    return x + out
+
+
 # ---- what is not to be taken
 
 

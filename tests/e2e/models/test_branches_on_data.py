@@ -278,3 +278,35 @@ def test_a_loss_without_a_gradient() -> None:
         losses = [one(ids) for one in (eager, model)]
         torch.testing.assert_close(*losses)
         assert losses[0].requires_grad == losses[1].requires_grad
+
+
+class First(nn.Module):
+    """The first of some rows: there is none where no row is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.taken(self.embed(ids), ids == VOCAB - 1))
+
+    def taken(self, x: Tensor, special: Tensor) -> Tensor:
+        if special.any():
+            x[special] = F.dropout(x[special], 0.5) + x[special][0]
+        return x
+
+
+def test_a_step_without_gradients() -> None:
+    """Of its graph nothing is proved: no body is run where eager runs none."""
+    model = First()
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="streambp", options={"chunk": 8}, fullgraph=True)
+    for ids in (torch.zeros(2, 37, dtype=torch.int64), torch.full((2, 21), VOCAB - 1)):
+        results = []
+        for one in (model, call):
+            torch.manual_seed(0)
+            with torch.no_grad():
+                results.append((one(ids), torch.rand(1)))
+        torch.testing.assert_close(*results)
