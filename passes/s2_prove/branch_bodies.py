@@ -55,7 +55,8 @@ MOVED = {
     aten.cat.default, aten.stack.default, aten.masked_fill.Scalar, aten.scatter.value, aten.mean.dim,
     aten.topk.default, aten.sort.default, aten.dropout.default,
 }  # fmt: skip
-HARMLESS = {*LINEAR, *MOVED, *OWN}
+# What may stand before bodies and be read by nothing else.
+BEFORE_BODIES = {*LINEAR, *MOVED, *OWN}
 # Ops of sizes that do not fail.
 OF_NUMBERS = {
     operator.add, operator.sub, operator.mul, operator.neg, operator.eq, operator.ne, operator.lt,
@@ -117,7 +118,7 @@ def check_conditional(known: Somewhere, nodes: Mapping[Node, set[Name]], branch:
         BranchError: the derivative of one of them may be infinite.
     """
     for node, names in nodes.items():
-        if node.op == "call_function" and node.target not in HARMLESS and not is_certain(known, names):
+        if node.op == "call_function" and node.target not in BEFORE_BODIES and not is_certain(known, names):
             raise BranchError(f"{ASKS} to use {node.target}, whose derivative may be infinite", branch)
 
 
