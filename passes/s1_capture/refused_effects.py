@@ -7,8 +7,9 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.refusals import MutationError, NotPureError
@@ -55,10 +56,27 @@ def _is_about_rows(asserted: Any) -> bool:
         return False
     numbers = free_unbacked_symbols(value)
     said = value.node.expr
+    if said.func is sympy.Ge and all(_counts(asserted.graph, n) for n in numbers):
+        return False  # at least as many counts as its operand says
     if isinstance(said, sympy.Eq) and all(numbers & side.free_symbols for side in said.args):
         return False
     any_number = {n: sympy.Symbol(f"rows_{n}", integer=True, nonnegative=True) for n in numbers}
     return said.subs(any_number) is not sympy.true
+
+
+def _counts(graph: Graph, number: sympy.Symbol) -> bool:
+    """True for the size of a `bincount`."""
+    maker = _maker(graph, number)
+    return maker is not None and "bincount" in str(maker.target)
+
+
+def _maker(graph: Graph, number: sympy.Symbol) -> Node | None:
+    """The node of which a number of rows is a size."""
+    for node in graph.nodes:
+        made = (v for v in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(v, Tensor))
+        if any(number in free_unbacked_symbols(v) for v in made):
+            return node
+    return None
 
 
 def _may_have_effect(node: Node) -> bool:
