@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx import GraphModule, Node
 
 from ..graph.refusals import MutationError, NotPureError
 
@@ -38,45 +34,10 @@ def refuse_effects(module: GraphModule) -> None:
     """
     graphs = [m.graph for m in module.modules() if isinstance(m, GraphModule)]
     for node in (n for graph in graphs for n in graph.nodes):
-        if node.target is torch.ops.aten._assert_scalar.default and _is_about_rows(node.args[0]):
-            raise NotPureError("an assertion asks how many rows are selected", node)
         takes_tensors = any(map(_is_tensor, node.all_input_nodes))
         effect = _may_have_effect(node) if takes_tensors else _is_called_for_its_effect(node)
         if not node.users and effect:
             raise NotPureError(f"{node.target} may have an effect beside what it returns", node)
-
-
-def _is_about_rows(asserted: Any) -> bool:
-    """True for what is said of numbers of selected rows, but for what is so: that they are not negative.
-
-    That two of them are equal is asserted by ops, which fail themselves where they are not.
-    """
-    value = asserted.meta.get("example_value") if isinstance(asserted, Node) else None
-    if not isinstance(value, torch.SymBool) or not free_unbacked_symbols(value):
-        return False
-    numbers = free_unbacked_symbols(value)
-    said = value.node.expr
-    if said.func is sympy.Ge and all(_counts(asserted.graph, n) for n in numbers):
-        return False  # at least as many counts as its operand says
-    if isinstance(said, sympy.Eq) and all(numbers & side.free_symbols for side in said.args):
-        return False
-    any_number = {n: sympy.Symbol(f"rows_{n}", integer=True, nonnegative=True) for n in numbers}
-    return said.subs(any_number) is not sympy.true
-
-
-def _counts(graph: Graph, number: sympy.Symbol) -> bool:
-    """True for the size of a `bincount`."""
-    maker = _maker(graph, number)
-    return maker is not None and "bincount" in str(maker.target)
-
-
-def _maker(graph: Graph, number: sympy.Symbol) -> Node | None:
-    """The node of which a number of rows is a size."""
-    for node in graph.nodes:
-        made = (v for v in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(v, Tensor))
-        if any(number in free_unbacked_symbols(v) for v in made):
-            return node
-    return None
 
 
 def _may_have_effect(node: Node) -> bool:

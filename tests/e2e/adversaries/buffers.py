@@ -339,23 +339,6 @@ def an_assertion(m: Any, call: Any, record: Record) -> None:
         record("raised", True)
 
 
-def few_rows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
-    out, mask = x.clone(), ids == 17
-    rows = x[mask]
-    assert rows.shape[0] < 5, "too many rows"
-    out[mask] += m.lin(rows)
-    return x + out
-
-
-@CASES.scenario(WHATEVER, block=few_rows)
-def an_assertion_about_selected_rows(m: Any, call: Any, record: Record) -> None:
-    record.step(m, call, tokens(2, 33).clamp_max(16))
-    try:
-        call(torch.full((2, 33), 17))
-    except (AssertionError, RuntimeError):
-        record("raised", True)
-
-
 LOGGED: list[float] = []
 
 
