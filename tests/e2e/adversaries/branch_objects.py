@@ -254,6 +254,19 @@ def _let_go(value: Tensor) -> Tensor:
     return value.detach_()
 
 
+def _counted(m: Subject, rows: Tensor) -> Tensor:
+    m.seen.add_(1)
+    return m.lonely(rows)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def the_body_counts_elsewhere(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    out, mask = x.clone(), ids > 1000
+    if mask.any():
+        out[mask] = _counted(m, x[mask])
+    return out * (1 + m.seen)
+
+
 @CASES.block(NOT_TAKEN, parts)
 def the_body_lets_go_of_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     out, own, mask = x.clone(), m.other(x), ids > 1000

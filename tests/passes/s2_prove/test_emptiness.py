@@ -45,6 +45,8 @@ OTHERS: dict[str, Asked] = {
     "the first row": lambda chosen, weights: F.one_hot(chosen, EXPERTS)[0, :, 2],
     "a sum with signs": lambda chosen, weights: ((chosen == 2) * weights).sum() > 0,
     "weights": lambda chosen, weights: weights * (chosen == 2) > 0,
+    "above zero": lambda chosen, weights: weights > 0,
+    "not zero": lambda chosen, weights: weights != 0,
     "not equal": lambda chosen, weights: (chosen == 2).logical_not(),
     "none": lambda chosen, weights: (chosen == 2).sum() == 0,
     "weighted counts": lambda chosen, weights: torch.bincount(chosen.flatten(), weights.flatten(), 4)[2] > 0,
