@@ -154,13 +154,8 @@ def _ways(
         BranchError: there are too many, or they differ between results, or lead through other ops.
     """
     nodes = list(captured.module.graph.nodes)
-    edges, sources = GradientEdges(captured.values), dict[Node, list[Node]]()
     differentiated = set(captured.differentiable)
-    for node in nodes:
-        own = edges.of(node, differentiated)
-        if own:
-            differentiated.add(node)
-            sources[node] = own
+    sources = GradientEdges(captured.values).sources(nodes, differentiated)
     outputs = [n for n in nodes[-1].all_input_nodes if n in differentiated]
     given = [n for n in captured.differentiable if n.op == "placeholder"]
     found = [_ways_from(output, nodes, sources, asked) for output in outputs]

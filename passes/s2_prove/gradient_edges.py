@@ -51,27 +51,26 @@ class GradientEdges:
             self._known[key] = self._ask(node, wanted)
         return [n for n, comes in zip(wanted, self._known[key], strict=True) if comes]
 
+    def sources(self, nodes: Iterable[Node], differentiated: set[Node]) -> dict[Node, list[Node]]:
+        """By value with a gradient, the operands that it comes to; these values join `differentiated`."""
+        found: dict[Node, list[Node]] = {}
+        for node in nodes:
+            own = self.of(node, differentiated)
+            if own:
+                differentiated.add(node)
+                found[node] = own
+        return found
+
     def _of_selection(self, node: Node, wanted: list[Node]) -> list[Node]:
         """Of many operands: its ops are asked one by one, as parts of it may have no gradient."""
         nodes = node.target.module.graph.nodes  # type: ignore[union-attr]
         own = dict(zip((n for n in nodes if n.op == "placeholder"), node.args, strict=True))
         asked = set(wanted)
-        differentiated = {n for n, operand in own.items() if operand in asked}
-        sources: dict[Node, list[Node]] = {}
-        for inner in nodes:
-            found = self.of(inner, differentiated)
-            if found:
-                differentiated.add(inner)
-                sources[inner] = found
+        sources = self.sources(nodes, {n for n, operand in own.items() if operand in asked})
         (output,) = (n for n in nodes if n.op == "output")
-        pending, reached = list(output.all_input_nodes), set[Node]()
-        while pending:
-            inner = pending.pop()
-            if inner not in reached:
-                reached.add(inner)
-                pending += sources.get(inner, ())
-        given = {operand for n, operand in own.items() if n in reached}
-        node.target.given = {k for k, n in enumerate(own) if n in reached}  # type: ignore[union-attr]
+        comes_to = _reached(sources, output.all_input_nodes)
+        given = {operand for n, operand in own.items() if n in comes_to}
+        node.target.given = {k for k, n in enumerate(own) if n in comes_to}  # type: ignore[union-attr]
         return [n for n in wanted if n in given]
 
     def _ask(self, node: Node, wanted: list[Node]) -> tuple[bool, ...]:
@@ -109,13 +108,19 @@ def reached(facts: Facts, nodes: Iterable[Node], ends: Collection[Node] = ()) ->
         nodes: values that have a gradient.
         ends: values at which the gradients stop.
     """
+    return _reached(facts.sources, nodes, ends)
+
+
+def _reached(
+    sources: Mapping[Node, list[Node]], nodes: Iterable[Node], ends: Collection[Node] = ()
+) -> set[Node]:
     found: set[Node] = set()
     pending = list(nodes)
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
-            pending += [] if node in ends else facts.sources.get(node, ())
+            pending += [] if node in ends else sources.get(node, ())
     return found
 
 

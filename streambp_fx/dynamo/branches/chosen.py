@@ -14,7 +14,7 @@ import itertools
 
 from ..loops.names import captured_names, names_in, read_behind
 from ..loops.source import located
-from .objects import ORDER, TRACED
+from .objects import ORDER, TRACED, traced_call
 
 # What makes a vector of a column, with these arguments.
 _FLAT = {
@@ -62,15 +62,14 @@ def _replace(tree: ast.FunctionDef, block: list[ast.stmt], loop: ast.For, prefix
     """Replace one loop of a block if it goes over entries that a mask chooses."""
     if not isinstance(loop.target, ast.Name) or loop.orelse:
         return
-    given, iterated = None, loop.iter
+    given, iterated, captured = None, loop.iter, captured_names(tree)
     if isinstance(iterated, ast.Name):
         given = _only_assignment(tree, iterated.id)
-        if given is None or iterated.id in captured_names(tree):
+        if given is None or iterated.id in captured:
             return
         iterated = given.value
     mask, entry = _chosen_by(iterated)
     name = loop.target.id
-    captured = captured_names(tree)
     kept = name in read_behind(tree.body, loop) or name in captured
     if mask is None or kept or _is_assigned(loop.body, name):
         return
@@ -204,7 +203,7 @@ class _Placed(ast.NodeTransformer):
             return self.generic_visit(node)
         # a tensor without dims is a number there
         node.slice.elts = [self._number(e) if self._is_it(e) else self.visit(e) for e in entries]  # type: ignore[attr-defined]
-        node.value = _called("tensor", self.visit(node.value), node)
+        node.value = traced_call("tensor", self.visit(node.value), node)
         return node
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
@@ -213,7 +212,8 @@ class _Placed(ast.NodeTransformer):
         one = len(both) == 2 and self._is_it(both[0]) != self._is_it(both[1])
         if one and self.entry is not Entry.NUMBER and isinstance(node.ops[0], ORDER):
             left, right = (
-                self._number(e) if self._is_it(e) else _called("with_dims", self.visit(e), e) for e in both
+                self._number(e) if self._is_it(e) else traced_call("with_dims", self.visit(e), e)
+                for e in both
             )
             node.left, node.comparators = left, [right]
             return node
@@ -261,13 +261,13 @@ class _Counts(ast.NodeTransformer):
             if len([n for n in named if isinstance(n.ctx, ast.Store)]) == 1 and all(
                 id(n) in self.lists for n in named if isinstance(n.ctx, ast.Load)
             ):
-                node.value = _called("counts", value.func.value, node)  # type: ignore[attr-defined]
+                node.value = traced_call("counts", value.func.value, node)  # type: ignore[attr-defined]
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """`x.item()` is `x` there."""
         self.generic_visit(node)
-        return _called("item", node.func.value, node) if id(node) in self.items else node  # type: ignore[attr-defined]
+        return traced_call("item", node.func.value, node) if id(node) in self.items else node  # type: ignore[attr-defined]
 
 
 def _compared(test: ast.expr) -> list[ast.expr]:
@@ -285,10 +285,3 @@ def _is_call(value: ast.expr, method: str) -> bool:
     """True for `x.method()`."""
     called = _method_of(value)
     return called is not None and called[0] == f"{method}()"
-
-
-def _called(function: str, operand: ast.expr, like: ast.AST) -> ast.Call:
-    """A call of one of the functions of `traced`."""
-    call = located(ast.parse(f"{TRACED}.{function}(_)", mode="eval").body, like)
-    call.args = [operand]  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]

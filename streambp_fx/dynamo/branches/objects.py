@@ -12,6 +12,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from ..loops.names import LOOPS, around, following, names_in
+from ..loops.source import located
 
 TRACED = "_streambp_traced"
 # Expressions of modules whose functions make tensors.
@@ -146,18 +147,29 @@ def with_checks(tree: ast.FunctionDef, names: Iterable[str]) -> None:
 def _check(node: ast.AST) -> None:
     """Put a check around what must be a tensor, or a number: another object may keep what it is given."""
     if isinstance(node, ast.BinOp):
-        node.left, node.right = _checked("operand", node.left), _checked("operand", node.right)
+        node.left, node.right = _operand(node.left), _operand(node.right)
     elif isinstance(node, ast.UnaryOp):
-        node.operand = _checked("operand", node.operand)
+        node.operand = _operand(node.operand)
     elif isinstance(node, ast.Compare):
-        node.left = _checked("operand", node.left)
-        node.comparators = [_checked("operand", c) for c in node.comparators]
+        node.left = _operand(node.left)
+        node.comparators = [_operand(c) for c in node.comparators]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not _is_of_torch(node):
-        node.func.value = _checked("tensor", node.func.value)
+        node.func.value = traced_call("tensor", node.func.value, node.func.value)
 
 
-def _checked(function: str, value: ast.expr) -> ast.expr:
-    call = ast.parse(f"{TRACED}.{function}(_)", mode="eval").body
+def _operand(value: ast.expr) -> ast.Call:
+    return traced_call("operand", value, value)
+
+
+def traced_call(function: str, operand: ast.expr, like: ast.AST) -> ast.Call:
+    """A call of one of the functions of `traced`.
+
+    Args:
+        function: its name.
+        operand: what it is given.
+        like: where it stands.
+    """
+    call = located(ast.parse(f"{TRACED}.{function}(_)", mode="eval").body, like)
     assert isinstance(call, ast.Call)
-    call.args = [value]
-    return ast.copy_location(call, value)
+    call.args = [operand]
+    return call
