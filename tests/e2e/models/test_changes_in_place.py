@@ -340,6 +340,14 @@ def test_unstreamed_where_there_is_no_functional_form(name: str) -> None:
     assert why in warned[0] and "test_changes_in_place.py" in warned[0]
 
 
+def test_a_bug_of_ours_is_no_fact_about_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("streambp_fx.passes.graph.functionalization._changed")
+    streamed = streambp_fx.transform(Model(STREAMED["a counter"]).double(), chunk=8, seq_dim={"ids": 1})
+    said_so = "'capture' failed: NameError: name '_changed' is not defined. Please report this"
+    with pytest.warns(streambp_fx.StreamBPWarning, match=said_so):
+        streamed(torch.randint(0, VOCAB, (2, 33)))
+
+
 def test_buffers_that_share_memory() -> None:
     """What the change of one does to the other is eager's to know."""
     eager = Model(lambda m, x: x * (1 + m.average.mul_(0.5).sum()) * (1 + m.other.sum())).double()
