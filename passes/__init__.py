@@ -28,17 +28,18 @@ from .graph.facts import CapturedGraph, Facts, PassError
 from .graph.symbols import Lengths
 from .pipeline.runner import Pass, check_optional, check_order, run_passes
 from .pipeline.verifier import verify_facts
-from .s1_capture import (  # noqa: F401  (register their rewrites)
+from .s1_capture.autocast import autocast
+from .s1_capture.capture import capture
+from .s1_capture.normalize import normalize
+from .s1_capture.rewrites import (  # noqa: F401  (register their rewrites)
     attention_sinks,
     convolutions,
     fills,
     other_names,
     products,
+    slices,
     split_losses,
 )
-from .s1_capture.autocast import autocast
-from .s1_capture.capture import capture
-from .s1_capture.normalize import normalize
 from .s1_capture.selected_rows.grouping import row_selections
 from .s2_prove.axes import axes, check_sequence
 from .s2_prove.branches import branches

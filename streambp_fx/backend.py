@@ -33,11 +33,13 @@ from .dynamo.sizes import declare_dynamic, remove_declarations, specialize_float
 from .dynamo.skipped_frames import warn_of_skipped_frames
 from .dynamo.this_backend import (
     MARK,
+    SQUEEZED,
     has_cut_checkpoints,
     is_cut_at_buckets,
     leave_to_python,
     modules_of_frame,
     runs_better_in_python,
+    squeezed_by_data,
     unwrapped,
 )
 from .errors import CompileError, warn
@@ -58,7 +60,7 @@ from .passes.s1_capture.sequence_length import find_lengths, where_read
 from .runtime.asked_gradients import HOOKED, is_hooked
 from .runtime.executor import Executor
 from .runtime.live_objects import Registry
-from .runtime.segments.failures import FALL_BACK, REPORT, compile_error
+from .runtime.segments.failures import FALL_BACK, TO_EAGER, compile_error
 from .runtime.several_devices.parameter_groups import ShardedParameters
 from .runtime.several_devices.sharded_parameters import GraphGroups
 from .runtime.step_counts import GraphCounts, StepCounts, parameters_of, those_of
@@ -202,6 +204,12 @@ def _compiled_graph(
     sharded: ShardedParameters | None,
     counts: StepCounts,
 ) -> Callable[..., Any]:
+    squeezed = squeezed_by_data(module)
+    if squeezed is not None:
+        end_graphs_at_numbers()  # does not return if they may
+        why = f"the model runs unstreamed: {SQUEEZED} ({source_line(squeezed)})"
+        warn(why)
+        return Unstreamed(otherwise.run, why, counts, in_python=True)
     if not differentiates(module):
         log.info("no output has a gradient: the graph runs as it is")
         return as_asked(with_plain_loops(module)) if sharded is None else otherwise.run
@@ -382,7 +390,7 @@ class CompiledGraph:
         """The graph as it is, with a warning, if that is what the user wants of an internal error."""
         if self.options.on_error == "raise":
             raise error
-        return self._instead(f"the graph runs unstreamed: {str(error).replace(FALL_BACK, REPORT)}")
+        return self._instead(f"the graph runs unstreamed: {error}".replace(f" {TO_EAGER}", ""))
 
     def _instead(self, why: str) -> Unstreamed:
         """What runs in the place of the graph; a warning says why."""

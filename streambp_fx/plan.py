@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import sympy
 from torch import nn
 
 from .choosing.saving import Space, choose_saving
+from .choosing.step_choice import MOST_CHUNKS
 from .cost import eager_step
 from .cost.held_bytes import CAUSES, CHUNK, LOSS_CHUNK, TOKENS, Moment
 from .cost.step import Sizes, StepCost
@@ -21,7 +23,7 @@ from .errors import PlanError
 from .explain import captured, learned_positions, positions_of
 from .models.by_name import check_named, model_on_meta
 from .models.known import known_models as known_models
-from .options import Options, chunk_sizes
+from .options import FEW_ROWS, Options, chunk_sizes
 from .passes.s3_cut.policy import Policy, candidates
 from .planning.amounts import check_amounts
 from .planning.engines import Engine, engine_for
@@ -61,6 +63,7 @@ class Planner:
     ) -> None:
         self.batch_size, self.engine, self.rates, self.model = batch_size, engine, rates, model
         self.most_tokens = learned_positions(model) or LONGEST
+        self.few_rows = False
         sample = min(SAMPLE_TOKENS, positions_of(model) or SAMPLE_TOKENS)
         options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": loss_chunk or "auto"}
         schedule, nodes = captured(model, sample, batch_size, options)
@@ -132,9 +135,11 @@ class Planner:
         """Rows of a chunk: the largest of `chunk_sizes` with which `seq_len` fits.
 
         Without a length, the largest that costs no more than 2% of the longest sequence. If nothing fits,
-        the smallest, below which kernels lose time.
+        the smallest. Those with which kernels lose time are among them where there are to be `few_rows`.
         """
         sizes = chunk_sizes(self.batch_size)
+        if self.few_rows:
+            sizes += tuple(n for n in FEW_ROWS if n < sizes[-1] and n * MOST_CHUNKS >= (seq_len or 0))
         if budget is None:
             return sizes[0]
         if seq_len is not None:
@@ -364,7 +369,7 @@ def plan(
     rates = rates_for(engine is not None, gpu, interconnect, flops, efficiency, _dtype_of(built), offload)
     planner = Planner(built, batch_size, loss_chunk, options.stored, engine, rates)
     asked = title, seq_len, memory, chunk, optimizer
-    found = planner.plan(*asked) if policy == "given" else _best(planner, options.stored, asked)
+    found = planner.plan(*asked) if policy == "given" else _best(planner, options, asked)
     return planner.with_frontier(found) if frontier else found
 
 
@@ -372,12 +377,21 @@ def _dtype_of(model: nn.Module) -> str:
     return str(next((p.dtype for p in model.parameters()), "float32")).removeprefix("torch.")
 
 
-def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:
-    """The plan of the first policy that fits, or of the one that allows the longest sequence."""
-    plans, refused = [], None
+def _best(planner: Planner, options: Options, asked: tuple) -> Plan:
+    """The plan of the first policy that fits, or of the one that allows the longest sequence.
+
+    Chunks of few rows are tried where nothing fits with more, as in a step.
+    """
+    plans: list[Plan] = []
+    refused: PlanError | None = None
     single = planner.engine is None or planner.engine.context_parallel == 1
     fills = asked[1] is not None and single
-    for candidate in candidates(stored, fills):
+    tried = candidates(options.stored, fills, options.order == "auto" and planner.engine is None)
+    if options.order == "chunks":
+        tried = [options.stored]
+    for planner.few_rows, candidate in itertools.product((False, True), tried):
+        if planner.few_rows and plans and asked[1] is None:
+            break
         try:
             plans.append(planner.use(candidate).plan(*asked))
         except PlanError as error:
@@ -388,6 +402,8 @@ def _best(planner: Planner, stored: Policy, asked: tuple) -> Plan:
     if not plans:
         assert refused is not None
         raise refused
+    if asked[1] is not None:
+        return min(plans, key=lambda p: p.activation_peak_bytes)
     return max(plans, key=lambda p: p.max_seq_len or 0)
 
 

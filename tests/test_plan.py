@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+import warnings
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import streambp_fx
 from benchmarks.families.configs import build
@@ -305,6 +307,28 @@ def test_policies_in_a_plan(tmp_path: Path) -> None:
     assert fitting.fits and "spare" in fitting.policy and fitting.flops < 1.001 * plans["attention"].flops
     with pytest.raises(PlanError, match="for an amount of memory"):
         streambp_fx.plan(folder, 100, policy="auto")
+
+
+@pytest.mark.slow
+def test_a_plan_chooses_as_a_step_does_where_little_fits() -> None:
+    """Also chunks of few rows, and chunks first."""
+    shape = {**SIZES, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**{**HEADS, **shape}))
+    resident = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    ids = torch.randint(0, model.config.vocab_size, (1, 1500))
+    few = set()
+    for mebibytes in (2, 3, 6):
+        found = streambp_fx.plan(model, 1500, resident + mebibytes * 2**20, policy="auto")
+        memory = f"{mebibytes}MiB"
+        streamed = streambp_fx.transform(copy.deepcopy(model), memory=memory, check="never")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", streambp_fx.StreamBPWarning)  # too little for one of them
+            streamed(input_ids=ids, labels=ids)
+        options = streambp_fx.schedule(streamed).options
+        chosen = str(options.stored).split(" that spare")[0]
+        assert (found.policy.split(" that spare")[0], found.chunk) == (chosen, min(options.rows, 1500))
+        few.add(found.chunk)
+    assert min(few) < 512 <= max(few)
 
 
 @pytest.mark.slow

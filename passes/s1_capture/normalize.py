@@ -23,6 +23,7 @@ from ..graph.purity import is_impure
 from ..graph.refusals import NotPureError
 from ..rules.pointwise import pointwise_ops
 from ..rules.row_orders import SORTS
+from .kept_gradients import KeptGradients
 
 aten = torch.ops.aten
 Rewrite = Callable[[Graph, Node], "Node | None"]
@@ -47,9 +48,14 @@ def rewrite(*ops: Any) -> Callable[[Rewrite], Rewrite]:
 
 
 def normalize(captured: CapturedGraph) -> CapturedGraph:
-    """Bring a captured graph to normal form, in place."""
+    """Bring a captured graph to normal form, in place.
+
+    Raises:
+        NotPureError: the gradients of some input would be None where eager has zeros.
+    """
     graph = captured.module.graph
     _grad_mode_regions(graph)
+    kept = KeptGradients(graph, captured.differentiable)
     for function in AHEAD:
         function(graph)
     for node in list(graph.nodes):
@@ -57,11 +63,16 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
             replacement = rewriting(graph, node)
             if replacement is not None and replacement is not node:
                 _check_replacement(rewriting, node, replacement)
+                if kept.lost(node, replacement):
+                    if rewriting is not copied:
+                        continue
+                    replacement = _covered(graph, node, replacement)
                 if rewriting not in SAME_OBJECT:
                     _refuse_shared_name(node, replacement)
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
                 break
+    kept.check(graph)
     graph.eliminate_dead_code(is_impure_node=is_impure)
     captured.module.recompile()
     return captured
@@ -186,6 +197,13 @@ def multiplied_and_added(graph: Graph, node: Node) -> Node:
     """`fma(a, b, c)` is a * b + c, with one rounding less. (It cannot be traced on fake tensors again.)"""
     first, second, third = node.args
     return insert(graph, node, aten.add.Tensor, insert(graph, node, aten.mul.Tensor, first, second), third)
+
+
+def _covered(graph: Graph, node: Node, source: Node) -> Node:
+    """What was copied into a value, where the old value has a gradient of zeros."""
+    value = node.meta["val"]
+    yes = insert(graph, node, aten.full.default, [], True, dtype=torch.bool, device=value.device)
+    return insert(graph, node, aten.where.self, yes, source, node.args[0])
 
 
 @rewrite(aten.copy.default)
@@ -332,47 +350,6 @@ def _is_contiguous(node: Node) -> bool:
             return False
         expected = expected * expression(size)
     return True
-
-
-@rewrite(aten.slice.Tensor)
-def slice_before_widening(graph: Graph, node: Node) -> Node | None:
-    """`linear(x)[:, a:b]` -> `linear(x[:, a:b])`: rows are taken where they are narrow.
-
-    Also through elementwise ops of one tensor, so that `logits[:, :-1]` becomes a slice of hidden states. The
-    tensor may be read twice, as in `(logits * logits)[:, :-1]`.
-    """
-    chain: list[Node] = []
-    source, dim, *rest = node.args
-    if dim is None or not isinstance(source, Node):
-        return None
-    dim %= len(shape_of(source))
-    while _rows_pass_through(source, dim, chain[-1] if chain else node):
-        chain.append(source)
-        source = source.args[0]
-    if not chain:
-        return None
-    result = insert(graph, node, aten.slice.Tensor, source, dim, *rest)
-    for op in reversed(chain):
-        read, sliced = op.args[0], result
-        args, kwargs = torch.fx.node.map_arg(
-            (op.args, op.kwargs), lambda n, read=read, sliced=sliced: sliced if n is read else n
-        )
-        result = insert(graph, node, op.target, *args, **kwargs)
-    return result
-
-
-def _rows_pass_through(source: Node, dim: int, user: Node) -> bool:
-    """True if an op, read by `user` alone, makes row i of its result from row i of its first operand."""
-    if set(source.users) != {user} or not source.args or not _is_dynamic(shape_of(source)[dim]):
-        return False
-    tensors = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    product = source.target is aten.linear.default and dim < len(shape_of(source)) - 1
-    unary = source.target in ELEMENTWISE and len(tensors) == 1 and shape_of(tensors[0]) == shape_of(source)
-    return (product or unary) and source.args[0] is tensors[0]
-
-
-def _is_dynamic(size: sympy.Expr) -> bool:
-    return bool(size.free_symbols)
 
 
 # Eager returns the operand itself for these, and so the gradient of all that is made of it.

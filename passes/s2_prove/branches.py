@@ -66,11 +66,11 @@ def branches(captured: CapturedGraph) -> CapturedGraph:
     for node in found:
         node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
         _read_without_copy(node)
-    for node in reversed(found):
-        _erase(node)
     if ways:
         _return_answers(captured, masks)
         captured.where_asked = ways
+    for node in reversed(found):
+        _erase(node)
     return normalize(captured)
 
 

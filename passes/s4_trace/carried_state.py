@@ -31,7 +31,7 @@ from ..graph.op_arguments import sdpa_arguments
 from ..graph.ops.causal_convolution import CAUSAL_CONV1D, rows_before
 from ..graph.ops.recurrence import RECURRENCE, RECURRENCES
 from ..rules.op_sets import VIEW_ONLY
-from ..s1_capture.products import grouped_source, one_for_each
+from ..s1_capture.rewrites.products import grouped_source, one_for_each
 
 aten = torch.ops.aten
 Size = Any  # int or SymInt

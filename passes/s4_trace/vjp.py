@@ -27,10 +27,20 @@ from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
 from .evaluation import evaluated
 from .prefix_attention import StateRead
-from .program_inputs import Extent, FakeInputs, Slots, Unpacked
+from .program_inputs import SIZES, Extent, FakeInputs, Slots, Unpacked
 from .recurrence_rows import RecurrenceRows
 
 Guard = Callable[[Mapping[str, int]], bool]
+# Sizes that say where a chunk is.
+CHUNK_SIZES = frozenset(SIZES) - {"total"}
+
+
+class FixedLength(Exception):
+    """A program would be right for one length of the sequence alone.
+
+    PyTorch makes an ordinary number of the length, or of what is computed with it, where a formula of a
+    derivative takes one: in that of `h ** (1 / h.shape[1])`, say.
+    """
 
 
 class Differentiable(Protocol):
@@ -270,8 +280,9 @@ def _pull_back(pullback: Callable[..., Any], cotangents: list[Tensor]) -> list[T
 class Guards:
     """What tracing (and Inductor, later) assumed about the sizes, as tests of sizes by name.
 
-    Where the columns are all of the sequence, its length counts like any other size; else it is not one of
-    the program's, see NOTE [longer than the chunk needs].
+    Where the columns are all of the sequence, its length counts like any other size. Else it is not one of
+    the program's, see NOTE [longer than the chunk needs], and what is assumed of it beside a chunk's place
+    does not count: it is about views of buffers. What is assumed of it alone does, see `FixedLength`.
     """
 
     def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str], full: bool) -> None:
@@ -294,7 +305,7 @@ class Guards:
 
     def _counts(self, assumed: sympy.Expr) -> bool:
         known = [self.names.get(s) for s in assumed.free_symbols]
-        ignored = "total" in known and not self.full
+        ignored = "total" in known and bool(CHUNK_SIZES & set(known)) and not self.full
         return bool(known) and not ignored and None not in known and "seed" not in known
 
 

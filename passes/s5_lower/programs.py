@@ -17,7 +17,7 @@ from ..s2_prove.independent_samples import Samples, batch, batch_size
 from ..s4_trace.chunk_program import ChunkProgram
 from ..s4_trace.columns_of_others import NotByBlocks
 from ..s4_trace.program_inputs import SIZES, SPECIAL, Extent, Slots, input_names
-from ..s4_trace.vjp import Traced, outputs_of, traced_program
+from ..s4_trace.vjp import FixedLength, Traced, outputs_of, traced_program
 from ..step.build import Builder
 from ..step.checker import check
 from ..step.instructions import BY_COLUMNS, Buffer, BufferKind
@@ -193,6 +193,8 @@ class SegmentPrograms:
             except Exception as error:
                 raise PassError("vjp", error) from error
             found.append(traced)
+            if not traced.accepts(sizes):
+                raise PassError("vjp", FixedLength("an op makes an ordinary number of the sequence length"))
         return traced
 
     def _source(self, kind: str, extent: Extent) -> str:

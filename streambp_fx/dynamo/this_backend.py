@@ -15,12 +15,14 @@ from torch._dynamo.exc import ShortenTraceback, SkipFrame
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CaptureError
 from ..passes.graph.ops.branch import BRANCH, PREDICATE, PREDICATE_OF_SIZE
 
 MARK = "is_streambp_fx"
+SQUEEZED = "the values of a tensor say whether `squeeze` removes a dim: name a dim that always has one entry"
 REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -43,9 +45,29 @@ def runs_better_in_python(module: GraphModule) -> bool:
     """True for a graph that is not to be run if it is not streamed.
 
     It has checkpointed regions, which it may run otherwise than eager does, or bodies of branches, which it
-    runs whatever the data says.
+    runs whatever the data says, or dims that data decides about.
     """
-    return any(n.target in (REGION, BRANCH, PREDICATE, PREDICATE_OF_SIZE) for n in _nodes(module))
+    asks = any(n.target in (REGION, BRANCH, PREDICATE, PREDICATE_OF_SIZE) for n in _nodes(module))
+    return asks or squeezed_by_data(module) is not None
+
+
+def squeezed_by_data(module: GraphModule) -> Node | None:
+    """A `squeeze` of a dim of which the values of a tensor say how many entries it has, if there is one.
+
+    NOTE [squeezed by data]: eager removes the dim if there is one entry. Dynamo takes it for a dim of more
+    entries, asserts nothing, and has answered what Python asks of dims behind.
+    """
+    for node in _nodes(module):
+        if not str(getattr(node.target, "__name__", node.target)).startswith("squeeze"):
+            continue
+        given = (n.meta.get("example_value") for n in node.all_input_nodes)
+        value = next((v for v in given if isinstance(v, torch.Tensor)), None)
+        dims = [v for v in tree_leaves((node.args[1:], node.kwargs)) if isinstance(v, int)]
+        if value is not None and any(
+            free_unbacked_symbols(value.shape[d]) for d in (dims or range(value.dim()))
+        ):
+            return node
+    return None
 
 
 def has_cut_checkpoints(module: GraphModule) -> bool:

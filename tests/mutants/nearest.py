@@ -69,7 +69,7 @@ MODULES = {
     "passes/s2_prove/score_rules.py": ["tests/passes/s2_prove/test_score_rules.py"],
     "passes/s2_prove/scores.py": ["tests/passes/s2_prove/test_score_rules.py"],
     "passes/s1_capture/sequence_length.py": ["tests/e2e/inputs/test_inputs.py"],
-    "passes/s1_capture/fills.py": [
+    "passes/s1_capture/rewrites/fills.py": [
         "tests/passes/s1_capture/test_products_and_fills.py",
         "tests/e2e/models/test_context.py",
     ],
@@ -85,19 +85,22 @@ BRANCHES = ["tests/e2e/checks/test_adversaries.py", "-k", "branches"]
 OF_PICKED = {
     "passes/graph/autograd_functions.py": ["tests/e2e/models/test_changes_in_place.py"],
     "passes/s2_prove/branches.py": BRANCHES,
+    "passes/s1_capture/kept_gradients.py": ["tests/e2e/checks/test_adversaries.py"],
+    "streambp_fx/dynamo/this_backend.py": ["tests/e2e/checks/test_adversaries.py"],
+    "streambp_fx/dynamo/branches/as_asked.py": BRANCHES,
     "passes/s2_prove/branch_bodies.py": BRANCHES,
     "passes/s2_prove/emptiness.py": BRANCHES,
     "streambp_fx/dynamo/branches/objects.py": BRANCHES,
     "streambp_fx/dynamo/branches/body.py": BRANCHES,
     "passes/s2_prove/linear_loss.py": ["tests/passes/s2_prove/test_linear_loss.py"],
-    "passes/s1_capture/products.py": ["tests/passes/s1_capture/test_rewrites.py"],
+    "passes/s1_capture/rewrites/products.py": ["tests/passes/s1_capture/test_rewrites.py"],
     "passes/s4_trace/prefix_attention.py": [
         "tests/e2e/checks/test_adversaries.py",
         "tests/e2e/models/test_dropout.py",
         "-k",
         "(nothing and dropout) or equal_layers",
     ],
-    "passes/s1_capture/attention_sinks.py": ["tests/passes/s1_capture/test_products_and_fills.py"],
+    "passes/s1_capture/rewrites/attention_sinks.py": ["tests/passes/s1_capture/test_products_and_fills.py"],
     "passes/s4_trace/attention_kernels.py": [
         "tests/passes/s4_trace",
         "tests/e2e/memory/test_kernels.py",

@@ -19,10 +19,15 @@ def as_asked(module: GraphModule) -> Callable[..., Any]:
     nodes = list(module.graph.nodes)
     place = {n: k for k, n in enumerate(nodes)}
     bodies: dict[Node, set[Node]] = {}
+    read_behind = set[Node]()
     for branch in (n for n in nodes if n.target is BRANCH):
         predicate = branch.args[0]
         body = nodes[place[predicate] + 1 : place[branch]]  # type: ignore[index]
-        bodies.setdefault(predicate, set()).update(body, [branch])  # type: ignore[arg-type]
+        for node in reversed(body):  # a number that is also read behind it was first read here, see Dynamo
+            if any(place[reader] > place[branch] or reader in read_behind for reader in node.users):
+                read_behind.add(node)
+        own = (n for n in body if n not in read_behind)
+        bodies.setdefault(predicate, set()).update(own, [branch])  # type: ignore[arg-type]
     return _AsAsked(module, bodies).run if bodies else module
 
 

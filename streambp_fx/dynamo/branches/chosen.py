@@ -16,9 +16,9 @@ from ..loops.names import captured_names, names_in, read_behind
 from ..loops.source import located
 from .objects import ORDER, TRACED, traced_call
 
-# What makes a vector of a column, with these arguments.
+# What makes a vector of a column, with these arguments. Not `squeeze()`: one entry alone has no dim then.
 _FLAT = {
-    *("flatten()", "ravel()", "squeeze()", "squeeze(-1)", "squeeze(1)", "squeeze(dim=-1)", "squeeze(dim=1)"),
+    *("flatten()", "ravel()", "squeeze(-1)", "squeeze(1)", "squeeze(dim=-1)", "squeeze(dim=1)"),
     *("view(-1)", "reshape(-1)"),
 }
 

@@ -10,19 +10,19 @@ from torch import Tensor
 from ...errors import CompileError
 from ...passes.graph.facts import PassError
 from ...passes.graph.sources import source_line
+from ...passes.s4_trace.vjp import FixedLength
 from .dispatch_modes import refuse_modes_in_backward
 
 REPORT = "Please report this, with this text and the code of the model."
 
-FALL_BACK = (
-    f'To train unstreamed, leave the option on_error at "eager", or call streambp_fx.restore(model). {REPORT}'
-)
+TO_EAGER = 'To train unstreamed, leave the option on_error at "eager", or call streambp_fx.restore(model).'
+FALL_BACK = f"{TO_EAGER} {REPORT}"
 
 
 def compile_error(error: PassError) -> CompileError:
     """What a user is told of a pass that failed: the pass, the op, its source line, what to do."""
     line = f" The line of the model is {source_line(error.node)}." if error.node is not None else ""
-    return CompileError(f"{error}.{line} {FALL_BACK}")
+    return CompileError(f"{error}.{line} {TO_EAGER if isinstance(error.cause, FixedLength) else FALL_BACK}")
 
 
 def refuse_other_backwards(gradients: Iterable[Tensor | None]) -> None:

@@ -574,3 +574,24 @@ def a_sum_that_overflows(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     if mask.repeat(2).sum(dtype=torch.int8) > 0:
         out[mask] = m.lonely(flat[mask])
     return out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def asked_in_part_within_what_is_asked(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat = x.reshape(-1, WIDTH)
+    out, a, b = flat.clone(), ids.flatten() > 3, ids.flatten() < 9
+    if b.any():
+        both = a & b
+        out[both] = m.lonely(flat[both])
+    return out.view_as(x)
+
+
+@CASES.block(NOT_TAKEN, parts)
+def hits_without_a_dim(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    flat, _, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e in (F.one_hot(chosen, EXPERTS).sum((0, 1)) > 0).nonzero().squeeze():
+        mask = (chosen == e).any(-1)
+        if mask.any():
+            out[mask] += m.lonely(flat[mask])
+    return x + out.view_as(x)

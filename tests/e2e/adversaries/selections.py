@@ -255,3 +255,30 @@ def words_once_each(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     """Two results, and the second has more dims than the first."""
     words, places = torch.unique(ids, return_inverse=True)
     return x + m.lin(m.table[words])[places]
+
+
+# ---- a dim that data decides about
+
+
+def in_the_place_of_one_row(m: Subject, x: Tensor, squeezed: Any) -> Tensor:
+    """Which rows are chosen is data, and it is one."""
+    flat = x.flatten(0, 1)
+    rows = squeezed((torch.arange(flat.shape[0]) == 1).nonzero())
+    chosen = m.lin(flat[rows])
+    factor = 2.0 if chosen.dim() == 1 else 3.0
+    return flat.index_put((rows,), chosen * factor).view_as(x)
+
+
+@CASES.block(WARNED)
+def one_row_without_a_dim(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return in_the_place_of_one_row(m, x, lambda rows: rows.squeeze())
+
+
+@CASES.block(WARNED)
+def the_dim_of_one_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return in_the_place_of_one_row(m, x, lambda rows: rows.squeeze(0))
+
+
+@CASES.block(WHATEVER)
+def a_dim_beside_one_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return in_the_place_of_one_row(m, x, lambda rows: rows.squeeze(-1))

@@ -53,6 +53,9 @@ MODULES += (corners, data_branches, branch_objects, row_selections)
 # One of each class runs by default.
 OFTEN: dict[str, str] = {
     "corners: an adapter times zero": "transform",
+    "corners: a power of the length": "transform",
+    "corners: joined with no features": "compile",
+    "selections: one row without a dim": "transform",
     "loops: logits beside the last state": "compile",
     "selections: an indexer": "compile",
     "experts: sorted and put back": "transform",

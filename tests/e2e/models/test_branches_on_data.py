@@ -298,6 +298,28 @@ class First(nn.Module):
         return x
 
 
+class Capped(First):
+    """A number that changes is read first where rows are asked about, and once more behind."""
+
+    cap = 1.0
+
+    def taken(self, x: Tensor, special: Tensor) -> Tensor:
+        if special.any():
+            x[special] = x[special].clamp(max=self.cap)
+        return x.clamp(min=-9.0, max=self.cap)
+
+
+def test_a_number_of_a_body_that_is_read_behind_it() -> None:
+    model = Capped()
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="streambp", options={"chunk": 8})
+    ids = torch.zeros(2, 37, dtype=torch.int64)
+    for cap in (1.0, 0.5, 0.25, 0.125):
+        model.cap = cap
+        with torch.no_grad():
+            torch.testing.assert_close(call(ids), model(ids))
+
+
 def test_a_step_without_gradients() -> None:
     """Of its graph nothing is proved: no body is run where eager runs none."""
     model = First()

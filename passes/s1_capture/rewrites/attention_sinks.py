@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.facts import shape_of
-from ..graph.op_arguments import arguments
-from .normalize import cast, insert, is_beginning, rewrite
+from ...graph.facts import shape_of
+from ...graph.op_arguments import arguments
+from ..normalize import cast, insert, is_beginning, rewrite
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)

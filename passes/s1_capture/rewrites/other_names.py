@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from ..graph.facts import expression, shape_of
-from ..graph.op_arguments import arguments, bound
-from ..graph.tracing import trace
-from ..rules.registry import rule_of
-from .normalize import AHEAD, REWRITES, insert, rewrite
+from ...graph.facts import expression, shape_of
+from ...graph.op_arguments import arguments, bound
+from ...graph.tracing import trace
+from ...rules.registry import rule_of
+from ..normalize import AHEAD, REWRITES, insert, rewrite
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

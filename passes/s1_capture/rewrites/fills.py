@@ -13,9 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from ..graph.facts import shape_of, tensors_of
-from ..graph.op_arguments import arguments
-from .normalize import AHEAD, insert, is_returned, rewrite
+from ...graph.facts import shape_of, tensors_of
+from ...graph.op_arguments import arguments
+from ..normalize import AHEAD, insert, is_returned, rewrite
 
 aten = torch.ops.aten
 FILLS: dict[Any, float | None] = {

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.facts import shape_of
-from ..graph.op_arguments import arguments
-from ..graph.ops.causal_convolution import CAUSAL_CONV1D, CHANNELS_APART
-from ..graph.ops.recurrence import RECURRENCE
-from .normalize import insert, is_beginning, rewrite
+from ...graph.facts import shape_of
+from ...graph.op_arguments import arguments
+from ...graph.ops.causal_convolution import CAUSAL_CONV1D, CHANNELS_APART
+from ...graph.ops.recurrence import RECURRENCE
+from ..normalize import insert, is_beginning, rewrite
 
 aten = torch.ops.aten
 PADS = (aten.pad.default, aten.constant_pad_nd.default)

@@ -12,9 +12,9 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.facts import shape_of
-from ..rules.pointwise import ELEMENTWISE_LOSSES
-from .normalize import insert, rewrite
+from ...graph.facts import shape_of
+from ...rules.pointwise import ELEMENTWISE_LOSSES
+from ..normalize import insert, rewrite
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.facts import shape_of
-from ..graph.op_arguments import arguments, sdpa_arguments
-from .normalize import cast, insert, is_returned, rewrite
+from ...graph.facts import shape_of
+from ...graph.op_arguments import arguments, sdpa_arguments
+from ..normalize import cast, insert, is_returned, rewrite
 
 aten = torch.ops.aten
 
