@@ -63,7 +63,7 @@ class Planner:
     ) -> None:
         self.batch_size, self.engine, self.rates, self.model = batch_size, engine, rates, model
         self.most_tokens = learned_positions(model) or LONGEST
-        self.few_rows = False
+        self.few_rows: int | None = None
         sample = min(SAMPLE_TOKENS, positions_of(model) or SAMPLE_TOKENS)
         options: dict[str, Any] = {"chunk": max(1, sample // 4), "loss_chunk": loss_chunk or "auto"}
         schedule, nodes = captured(model, sample, batch_size, options)
@@ -135,11 +135,9 @@ class Planner:
         """Rows of a chunk: the largest of `chunk_sizes` with which `seq_len` fits.
 
         Without a length, the largest that costs no more than 2% of the longest sequence. If nothing fits,
-        the smallest. Those with which kernels lose time are among them where there are to be `few_rows`.
+        the smallest, below which kernels lose time. So many as `few_rows`, if that is given.
         """
-        sizes = chunk_sizes(self.batch_size)
-        if self.few_rows:
-            sizes += tuple(n for n in FEW_ROWS if n < sizes[-1] and n * MOST_CHUNKS >= (seq_len or 0))
+        sizes = chunk_sizes(self.batch_size) if self.few_rows is None else (self.few_rows,)
         if budget is None:
             return sizes[0]
         if seq_len is not None:
@@ -389,8 +387,10 @@ def _best(planner: Planner, options: Options, asked: tuple) -> Plan:
     tried = candidates(options.stored, fills, options.order == "auto" and planner.engine is None)
     if options.order == "chunks":
         tried = [options.stored]
-    for planner.few_rows, candidate in itertools.product((False, True), tried):
-        if planner.few_rows and plans and asked[1] is None:
+    least, tokens = chunk_sizes(planner.batch_size)[-1], asked[1]
+    few = [n for n in FEW_ROWS if n < least and (tokens is None or n < tokens <= n * MOST_CHUNKS)]
+    for planner.few_rows, candidate in itertools.product((None, *few), tried):
+        if planner.few_rows is not None and (asked[3] is not None or (plans and tokens is None)):
             break
         try:
             plans.append(planner.use(candidate).plan(*asked))
@@ -403,7 +403,7 @@ def _best(planner: Planner, options: Options, asked: tuple) -> Plan:
         assert refused is not None
         raise refused
     if asked[1] is not None:
-        return min(plans, key=lambda p: p.activation_peak_bytes)
+        return min(plans, key=lambda p: (p.activation_peak_bytes, p.chunk))
     return max(plans, key=lambda p: p.max_seq_len or 0)
 
 
