@@ -186,7 +186,8 @@ class Planner:
         budget = None if memory is None else parse_bytes(memory) - resident
         rows = chunk or self.choose_chunk(budget, seq_len)
         longest = None if budget is None else self.longest(budget, rows)
-        if longest is not None and longest < min(rows, seq_len or rows, self.most_tokens):
+        short = longest is not None and longest < min(rows, seq_len or rows, self.most_tokens)
+        if short and seq_len is None:
             raise PlanError(self._too_small(parse_bytes(memory or 0), resident, rows))
         tokens = seq_len if seq_len is not None else longest
         assert tokens is not None
@@ -197,6 +198,8 @@ class Planner:
         sizes = self.cost.sizes(tokens, rows, loss_chunk=loss_rows)
         moments = self.cost.timeline(sizes)
         peak = max(moments, key=lambda m: m.total)
+        if short and budget is not None and peak.total > budget:
+            raise PlanError(self._too_small(parse_bytes(memory or 0), resident, rows))
         flops = sum(m.flops for m in moments)
         slope = self.activation_peak(2 * tokens, rows) - self.activation_peak(tokens, rows)
         devices, moving = self._devices(moments), self._moved(sizes)

@@ -326,7 +326,10 @@ def test_a_plan_chooses_as_a_step_does_where_little_fits() -> None:
             streamed(input_ids=ids, labels=ids)
         options = streambp_fx.schedule(streamed).options
         chosen = str(options.stored).split(" that spare")[0]
-        assert (found.policy.split(" that spare")[0], found.chunk) == (chosen, min(options.rows, 1500))
+        if "spare" in found.policy:  # the rest is filled up: a step tries shorter chunks for that as well
+            assert found.fits and options.rows <= found.chunk
+        else:
+            assert (found.policy, found.chunk) == (chosen, options.rows)
         few.add(found.chunk)
     assert min(few) < 512 <= max(few)
 
