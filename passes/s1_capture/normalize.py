@@ -55,7 +55,7 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
     """
     graph = captured.module.graph
     _grad_mode_regions(graph)
-    kept = KeptGradients(graph, captured.differentiable)
+    kept = KeptGradients(captured)
     for function in AHEAD:
         function(graph)
     for node in list(graph.nodes):
@@ -72,7 +72,7 @@ def normalize(captured: CapturedGraph) -> CapturedGraph:
                 node.replace_all_uses_with(replacement)
                 graph.erase_node(node)
                 break
-    kept.check(graph)
+    kept.check()
     graph.eliminate_dead_code(is_impure_node=is_impure)
     captured.module.recompile()
     return captured
