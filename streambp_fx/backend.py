@@ -314,6 +314,8 @@ class CompiledGraph:
         except CompileError as error:
             position = self.versions.index(version)
             self.versions[position] = instead = self._unstreamed(error)
+            if not isinstance(version, Unstreamed):
+                self.checks[version].schedule.unstreamed = instead.why
             if changes is not None:  # they are done, and the graph is without them
                 instead = dataclasses.replace(instead, run=with_plain_loops(self.module))
             return instead(*inputs)

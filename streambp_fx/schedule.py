@@ -32,6 +32,7 @@ class Schedule(ScheduledStep):
         number: schedules are counted in the order in which they are made.
         executor: what runs it, if it was compiled to be run.
         check: what the self-check before its first use has found; None: there was none yet.
+        unstreamed: why the graph runs unstreamed all the same, as a step has shown; else "".
     """
 
     _code: tuple | None = field(default=None, repr=False, compare=False)

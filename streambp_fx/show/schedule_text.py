@@ -32,6 +32,8 @@ def schedule_text(schedule: ScheduledStep) -> str:
         _title(schedule),
         f"  {'segment':<9}{'kind':<10}{'ops':>4}  {'chunks':>6}  {'stores':>9}  {'state':>9}  reads",
     ]
+    if schedule.unstreamed:
+        lines[1:1] = textwrap.wrap(schedule.unstreamed, LINE, initial_indent="  ", subsequent_indent="    ")
     lines += [f"  {line}" for line in _segment_lines(schedule)]
     lines.append(
         f"  stored for the backward: {readable(schedule.stored_bytes_per_row())} a row of the batch"

@@ -45,6 +45,7 @@ class ScheduledStep:
     more_memory: str = field(default="", repr=False, compare=False)
     executor: Executor | AutoExecutor | None = field(default=None, repr=False, compare=False)
     check: SelfCheck | None = None
+    unstreamed: str = ""
     _cost: StepCost | None = field(default=None, repr=False, compare=False)
     _peak: tuple | None = field(default=None, repr=False, compare=False)
     _timeline: tuple | None = field(default=None, repr=False, compare=False)

@@ -348,6 +348,15 @@ def test_a_bug_of_ours_is_no_fact_about_the_graph(monkeypatch: pytest.MonkeyPatc
         streamed(torch.randint(0, VOCAB, (2, 33)))
 
 
+def test_a_schedule_says_that_its_graph_runs_unstreamed() -> None:
+    """Its program would be right for one length alone, as the first step finds."""
+    model = Model(lambda m, x: x.abs() ** (1 / x.shape[1])).double()
+    streamed = streambp_fx.transform(model, chunk=8, seq_dim={"ids": 1})
+    with pytest.warns(streambp_fx.StreamBPWarning, match="ordinary number of the sequence length"):
+        streamed(torch.randint(0, VOCAB, (2, 33))).backward()
+    assert "the graph runs unstreamed: pass 'vjp' failed: FixedLength" in str(streambp_fx.schedule(model))
+
+
 def test_buffers_that_share_memory() -> None:
     """What the change of one does to the other is eager's to know."""
     eager = Model(lambda m, x: x * (1 + m.average.mul_(0.5).sum()) * (1 + m.other.sum())).double()
