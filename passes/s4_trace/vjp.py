@@ -27,7 +27,7 @@ from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
 from .evaluation import evaluated
 from .prefix_attention import StateRead
-from .program_inputs import SIZES, Extent, FakeInputs, Slots, Unpacked
+from .program_inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked
 from .recurrence_rows import RecurrenceRows
 
 Guard = Callable[[Mapping[str, int]], bool]
@@ -186,7 +186,7 @@ def traced_program(
     with _disable_current_modes(), mode, torch.enable_grad():  # see NOTE [modes of a step]
         module = trace(traced, *fakes.flat)
     values = len(targets) if kind == "joint" else 0
-    return Traced(module, values, Guards(env, fakes.names, extent.full), fakes.flat)
+    return Traced(module, values, Guards(env, fakes.names, extent), fakes.flat)
 
 
 def outputs_of(module: GraphModule) -> list[Any]:
@@ -283,10 +283,17 @@ class Guards:
     Where the columns are all of the sequence, its length counts like any other size. Else it is not one of
     the program's, see NOTE [longer than the chunk needs], and what is assumed of it beside a chunk's place
     does not count: it is about views of buffers. What is assumed of it alone does, see `FixedLength`.
+
+    Args:
+        env: the sizes are symbols of this.
+        names: of the sizes, by symbol.
+        extent: the chunk that was traced.
     """
 
-    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str], full: bool) -> None:
-        self.env, self.names, self.full = env, names, full
+    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str], extent: Extent) -> None:
+        self.env, self.names, self.full = env, names, extent.full
+        fixed = [n for n in (extent.rows, extent.prefix) if n in SPECIAL]
+        self.ends = {sum(fixed), *fixed}  # of a chunk whose place was traced as numbers
         self.seen = 0
         self.tests: list[Guard] = []
 
@@ -305,8 +312,17 @@ class Guards:
 
     def _counts(self, assumed: sympy.Expr) -> bool:
         known = [self.names.get(s) for s in assumed.free_symbols]
-        ignored = "total" in known and bool(CHUNK_SIZES & set(known)) and not self.full
+        of_views = bool(CHUNK_SIZES & set(known)) or self._is_end(assumed)
+        ignored = "total" in known and of_views and not self.full
         return bool(known) and not ignored and None not in known and "seed" not in known
+
+    def _is_end(self, assumed: sympy.Expr) -> bool:
+        """True for the assumption that a buffer does not end where a chunk of such a place does."""
+        if not isinstance(assumed, sympy.Ne) or len(assumed.free_symbols) != 1:
+            return False
+        (total,), difference = assumed.free_symbols, assumed.lhs - assumed.rhs
+        is_linear = difference.is_polynomial(total) and sympy.degree(difference, total) == 1
+        return is_linear and any(difference.subs(total, end) == 0 for end in self.ends)
 
 
 def _guard(test: Callable[..., Any], names: list[str]) -> Guard:

@@ -177,3 +177,14 @@ def written_into_memory_like_a_value(m: Subject, x: Tensor, ids: Tensor) -> Tens
     y[..., :5] = new[..., :5]
     y[..., 5:] = new[..., 5:]
     return y
+
+
+def of_the_last_row(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(x[:, -1]), ids[:, -1])
+
+
+@CASES.scenario(make=lambda door: Subject(loss=of_the_last_row), options={"chunk": 1, "loss_chunk": 2})
+def two_chunks_of_a_row(m: Subject, call: object, record: Record) -> None:
+    """Both sizes of the last chunk's place are 1, which programs know as numbers."""
+    for batch, length in ((2, 24), (4, 2)):
+        record.step(m, call, tokens(batch, length))  # type: ignore[arg-type]

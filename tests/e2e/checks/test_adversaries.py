@@ -55,6 +55,7 @@ OFTEN: dict[str, str] = {
     "corners: an adapter times zero": "transform",
     "corners: a power of the length": "transform",
     "corners: joined with no features": "compile",
+    "corners: two chunks of a row": "transform",
     "selections: one row without a dim": "transform",
     "loops: logits beside the last state": "compile",
     "selections: an indexer": "compile",
