@@ -27,7 +27,7 @@ from .carried_state import Ranges, State, StateReader
 from .chunk_program import ChunkProgram
 from .evaluation import evaluated
 from .prefix_attention import StateRead
-from .program_inputs import SIZES, SPECIAL, Extent, FakeInputs, Slots, Unpacked
+from .program_inputs import SIZES, Extent, FakeInputs, Slots, Unpacked
 from .recurrence_rows import RecurrenceRows
 
 Guard = Callable[[Mapping[str, int]], bool]
@@ -292,8 +292,8 @@ class Guards:
 
     def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, str], extent: Extent) -> None:
         self.env, self.names, self.full = env, names, extent.full
-        fixed = [n for n in (extent.rows, extent.prefix) if n in SPECIAL]
-        self.ends = {sum(fixed), *fixed}  # of a chunk whose place was traced as numbers
+        symbols = {name: symbol for symbol, name in names.items()}
+        self.place = [symbols.get("rows", extent.rows), symbols.get("prefix", extent.prefix)]
         self.seen = 0
         self.tests: list[Guard] = []
 
@@ -322,7 +322,11 @@ class Guards:
             return False
         (total,), difference = assumed.free_symbols, assumed.lhs - assumed.rhs
         is_linear = difference.is_polynomial(total) and sympy.degree(difference, total) == 1
-        return is_linear and any(difference.subs(total, end) == 0 for end in self.ends)
+        known = [
+            self.env.replace(sympy.sympify(size)) for size in self.place
+        ]  # tracing may make one a number
+        numbers = [n for n in known if n.is_number]
+        return is_linear and any(difference.subs(total, end) == 0 for end in (sum(numbers), *numbers))
 
 
 def _guard(test: Callable[..., Any], names: list[str]) -> Guard:
