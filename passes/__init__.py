@@ -40,7 +40,7 @@ from .s1_capture.rewrites import (  # noqa: F401  (register their rewrites)
     slices,
     split_losses,
 )
-from .s1_capture.selected_rows.grouping import row_selections
+from .s1_capture.row_selections import row_selections
 from .s2_prove.axes import axes, check_sequence
 from .s2_prove.branches import branches
 from .s2_prove.footprints import footprints

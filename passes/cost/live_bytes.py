@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..graph.ops.recurrence import KERNELS
+from ..graph.ops.row_selection import SELECTIONS
 
 
 class LiveBytes(TorchDispatchMode):
@@ -60,9 +62,16 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kernel = KERNELS.get(func)  # one that is made of others in Python is measured within
+        if func in SELECTIONS and detect_fake_mode((args, kwargs)) is None:  # there no row is selected
+            kernel = SELECTIONS[func]
         with self if kernel is not None else contextlib.nullcontext():
             out = (kernel or func)(*args, **(kwargs or {}))
         for t in tree_iter(out):
             if isinstance(t, torch.Tensor):
                 self._count(t)
         return out
+
+
+def bytes_in(made: Any) -> int:
+    """Bytes of results of any shapes and dtypes, as if each had memory of its own."""
+    return sum(x.nbytes for x in tree_iter(made) if isinstance(x, torch.Tensor))

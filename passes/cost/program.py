@@ -18,7 +18,9 @@ from torch.utils._sympy.functions import CeilToInt, IntTrueDiv, Mod, PythonMod
 
 from ..graph.facts import expression, tensors_of
 from ..graph.ops.recurrence import KERNELS, RECURRENCE_KEPT
-from .recurrences import inner_bytes, inner_work, kept_bytes
+from ..graph.ops.row_selection import SELECTIONS
+from . import recurrences, selected_rows
+from .recurrences import kept_bytes
 from .storages import Storages
 from .work import Work, total, work_of_node
 
@@ -94,8 +96,10 @@ def program_cost(
 
 
 def work_of(node: Node) -> Work:
-    """The work of one node, and of what runs within it if it is a recurrence."""
-    return inner_work(node) if node.target in KERNELS else work_of_node(node)
+    """The work of one node, and of what runs within it if it is a recurrence, or a selection of rows."""
+    if node.target in SELECTIONS:
+        return selected_rows.inner_work(node)
+    return recurrences.inner_work(node) if node.target in KERNELS else work_of_node(node)
 
 
 def tensor_bytes(value: Tensor) -> sympy.Expr:
@@ -159,11 +163,15 @@ class Memory:
             self.storages.readers[key].append(len(self.nodes) - 1)
 
     def live_after_each_op(self) -> list[sympy.Expr]:
-        """Bytes held when each op has just run, its operands among them, in order; inputs do not count."""
+        """Bytes held when each op has just run, its operands among them, in order; inputs do not count.
+
+        Of an op that is made of others, several of which may hold most, there is more than one.
+        """
         result = []
         for live, node in zip(self.storages.alive(self.bytes, sympy.S.Zero), self.nodes, strict=True):
-            inner = inner_bytes(node)
-            result.append(live + _rename(inner, self.sizes) if inner else live)
+            inner = [recurrences.inner_bytes(node)]
+            inner += selected_rows.inner_bytes(node) if node.target in SELECTIONS else []
+            result += [live + _rename(each, self.sizes) if each else live for each in inner]
         return result
 
     def bytes_of(self, nodes: Iterable[Node]) -> sympy.Expr:

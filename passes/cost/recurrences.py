@@ -17,15 +17,13 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
 from ..graph.ops.recurrence import KERNELS, RECURRENCE_KEPT, RECURRENCE_KEPT_VJP, RECURRENCES
 from ..graph.symbols import in_numbers
-from .live_bytes import LiveBytes
-from .work import Work
+from .live_bytes import LiveBytes, bytes_in
+from .work import CountedWork, Work
 
 #: Rows of a block that are tried, the fewest first.
 BLOCKS = (16, 32, 64, 128, 256, 512)
@@ -99,7 +97,7 @@ def _blocks(node: Node) -> tuple[int, ...]:
 def _work_of(node: Node, rows: sympy.Expr, number: int) -> Work:
     """The same with a number for the rows, and one sample."""
     args = _with_record(node, _without_memory(node, rows, number, 1))
-    with _CountedWork() as counted:
+    with CountedWork() as counted:
         KERNELS[node.target](*args)
     return counted.work
 
@@ -109,27 +107,6 @@ def _with_record(node: Node, args: Any) -> Any:
     if node.target is not RECURRENCE_KEPT_VJP:
         return args
     return (*args[:8], KERNELS[RECURRENCE_KEPT](*args[:5], args[7])[2])
-
-
-class _CountedWork(TorchDispatchMode):
-    """Adds up the work of what is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = Work()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func.is_view:
-            return made
-        tensors = [x for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor)]
-        moved, packet = sum(x.nbytes for x in tensors), func.overloadpacket
-        if packet in flop_registry:
-            operations = flop_registry[packet](*args, **(kwargs or {}), out_val=made)
-            self.work += Work(products=operations, product_bytes=moved, calls=1)
-        else:
-            self.work += Work(bytes=moved, calls=1)
-        return made
 
 
 def _sizes(node: Node) -> tuple[sympy.Expr, sympy.Expr]:
@@ -179,20 +156,15 @@ def _bytes_of(node: Node, rows: sympy.Expr, number: int, several: int) -> int:
         args = _with_record(node, args)
         before = meter.peak = meter.live
         made: Any = KERNELS[node.target](*args)
-        kept = meter.live - _bytes_in(made) if node.target is RECURRENCE_KEPT else before
-    return max(0, meter.peak - kept - _bytes_in(made))
-
-
-def _bytes_in(made: Any) -> int:
-    """Of results, as whoever follows a program counts them: each has memory of its own."""
-    return sum(x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor))
+        kept = meter.live - bytes_in(made) if node.target is RECURRENCE_KEPT else before
+    return max(0, meter.peak - kept - bytes_in(made))
 
 
 def _held(args: Any) -> int:
     """What the record of a step holds, over its operands and its results."""
     with LiveBytes(x for x in tree_leaves(args) if isinstance(x, Tensor)) as meter:
         made = KERNELS[RECURRENCE_KEPT](*args)
-        return meter.live - _bytes_in(made)
+        return meter.live - bytes_in(made)
 
 
 def _without_memory(node: Node, rows: sympy.Expr, number: int, several: int) -> Any:

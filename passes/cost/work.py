@@ -18,6 +18,8 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..graph.facts import expression, tensors_of
@@ -55,15 +57,45 @@ class Work:
 
     def map(self, function: Callable[[Any], Any]) -> Work:
         """The work whose parts are given by a function of each."""
-        return Work(*(function(getattr(self, f.name)) for f in fields(self)))
+        return Work(*map(function, self.parts))
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        """All of them, in order."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    @property
     def operations(self) -> Work:
         """The operations alone: what is asked for where sizes are symbols."""
         return Work(self.products, self.attention, self.attention_backward)
+
+
+class CountedWork(TorchDispatchMode):
+    """Adds up the work of what is called, in numbers.
+
+    Attributes:
+        work: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return made
+        tensors = [x for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor)]
+        moved, packet = sum(x.nbytes for x in tensors), func.overloadpacket
+        if packet in flop_registry:
+            operations = flop_registry[packet](*args, **(kwargs or {}), out_val=made)
+            self.work += Work(products=operations, product_bytes=moved, calls=1)
+        else:
+            self.work += Work(bytes=moved, calls=1)
+        return made
 
 
 def total(parts: Iterable[Work]) -> Work:

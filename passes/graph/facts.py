@@ -93,7 +93,7 @@ class LocalValue:
         base: the axis of the rows that were counted, were sorted, or are pointed at.
         keys: the value that was counted or sorted.
         sorted_axis: of the rows in their order; not of counts and ends.
-        selected: rows may be missing among them, see NOTE [selected rows] in `s1_capture.selected_rows.op`.
+        selected: rows may be missing among them, see NOTE [selected rows] in `graph.ops.row_selection`.
     """
 
     kind: Local

@@ -1,4 +1,4 @@
-"""Rows that a mask selects, see NOTE [selected rows] in `s1_capture.selected_rows.op`.
+"""Rows that a mask selects, see NOTE [selected rows] in `graph.ops.row_selection`.
 
 Where a mask of rows is true is an order of some of them (POSITIONS): an index by it gives rows in that order,
 and what is put, or added, there lies where the rows were. How many they are does not matter for a proof, so

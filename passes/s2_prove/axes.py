@@ -26,13 +26,13 @@ from ..graph.facts import (
     shape_of,
     tensors_of,
 )
+from ..graph.ops.row_selection import RowSelection
 from ..graph.purity import is_random
 from ..graph.refusals import MutationError, NotPureError, NumberError
 from ..graph.sources import is_kept_by_model, path
 from ..rules import Rule, RuleContext, rule_for
 from ..rules.asking import ask
 from ..rules.pointwise import align, pointwise
-from ..s1_capture.selected_rows.op import RowSelection
 from .autograd_function_rows import FunctionCall, has_linear_backward
 from .gradient_edges import GradientEdges, reached
 from .inner_outputs import refuse_weights

@@ -118,7 +118,8 @@ def check_conditional(known: Somewhere, nodes: Mapping[Node, set[Name]], branch:
         BranchError: the derivative of one of them may be infinite.
     """
     for node, names in nodes.items():
-        if node.op == "call_function" and node.target not in BEFORE_BODIES and not is_certain(known, names):
+        finite = node.target in BEFORE_BODIES or _is_multiple(node) or is_certain(known, names)
+        if node.op == "call_function" and not finite:
             raise BranchError(f"{ASKS} to use {node.target}, whose derivative may be infinite", branch)
 
 
@@ -145,8 +146,8 @@ def _is_harmless(known: Somewhere, name: Name, node: Node, trained: Container[No
         return node.target in ON_NO_ROWS or node.target in POINTWISE
     if any(map(symbols_of_values, node.all_input_nodes)):
         return False
-    if node.target is aten.mul.Tensor and any(map(_is_whole, node.all_input_nodes)):
-        return True  # the other one alone has a gradient
+    if _is_multiple(node):
+        return True
     if node.target in (aten.mul.Tensor, *PRODUCTS):
         parameters = (_viewed(n) in trained for n in node.all_input_nodes)  # which an optimizer keeps finite
         return all(parameters) and not _has_infinite_number(node)
@@ -176,10 +177,15 @@ PUTS = {
 }  # fmt: skip
 
 
+def _is_multiple(node: Node) -> bool:
+    """True for a product with whole numbers or a mask: the other factor alone has a gradient."""
+    return node.target is aten.mul.Tensor and any(map(_is_whole, node.all_input_nodes))
+
+
 def _is_whole(node: Node) -> bool:
-    """True for a mask, and for whole numbers."""
+    """True for a mask, also in another dtype, and for whole numbers."""
     dtype = node.meta["val"].dtype
-    return not (dtype.is_floating_point or dtype.is_complex)
+    return not (dtype.is_floating_point or dtype.is_complex) or is_mask(_viewed(node))
 
 
 def _viewed(node: Node) -> Node:

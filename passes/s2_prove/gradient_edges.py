@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..graph.autograd_functions import CustomFunction
 from ..graph.facts import Facts, operands, tensors_of
 from ..graph.fake_values import Environment
-from ..s1_capture.selected_rows.op import RowSelection
+from ..graph.ops.row_selection import RowSelection
 
 Key = tuple[Any, ...]
 

@@ -15,11 +15,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from ...versions.differences import symbolic_sizes
 from ..graph.facts import CapturedGraph, Facts, Layout, NotSeparable
 from ..graph.fake_values import Environment
+from ..graph.ops.row_selection import RowSelection
 from ..graph.tracing import trace
 from ..rules.row_orders import SAME_ENTRIES
 from ..rules.row_selections import ONE_OF_A_ROW, other_indices_where, positions_where
 from ..s1_capture.normalize import normalize
-from ..s1_capture.selected_rows.op import RowSelection
 from .autograd_function_rows import FunctionCall, check_rows
 from .emptiness import is_one_of_distinct
 

@@ -22,10 +22,10 @@ from ..errors import VerificationError
 from ..passes.graph.facts import Facts, Kind, Mixing, Reach, Role, operands
 from ..passes.graph.kernel_settings import plain_attention
 from ..passes.graph.ops.recurrence import RECURRENCE
+from ..passes.graph.ops.row_selection import RowSelection
 from ..passes.graph.purity import is_random
 from ..passes.graph.sources import source_line
 from ..passes.masks.at_run_time import first_column_open
-from ..passes.s1_capture.selected_rows.op import RowSelection
 from ..passes.s2_prove.axes import is_secondary
 from ..passes.s2_prove.footprints import mask_facts
 from ..passes.s6_schedule.step_parts import masks_to_test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from streambp_fx.measure.live_bytes import LiveBytes
+from streambp_fx.passes.graph.ops.row_selection import SELECTIONS
 
 # For each way to hold less: several chunks with an odd tail, one chunk, less than one, padding on both sides.
 BATCHES = {
@@ -45,7 +47,11 @@ class Work(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kernel = SELECTIONS.get(func)  # one op that is made of others
+        with self if kernel is not None else contextlib.nullcontext():
+            out = (kernel or func)(*args, **(kwargs or {}))
+        if func is torch.ops.aten.linear.default:  # as it is below autograd
+            self.total += 2 * args[0].numel() * args[1].shape[0]
         name = func.overloadpacket.__name__.rstrip("_")  # products into a buffer are products
         count = flop_registry.get(getattr(torch.ops.aten, name, None))
         self.total += count(*args, **(kwargs or {}), out_val=out) if count is not None else 0

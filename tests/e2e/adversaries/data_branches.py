@@ -68,6 +68,28 @@ def any_of_a_mask(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     return x + out.view_as(x)
 
 
+def _with_shares(m: Subject, x: Tensor, share_of: Any) -> Tensor:
+    """Experts whose shares are made before anything is asked."""
+    flat, weights, chosen = routed(m, x)
+    out = torch.zeros_like(flat)
+    for e, expert in enumerate(m.experts):
+        mask = (chosen == e).any(dim=-1)
+        share = share_of(weights, chosen == e)
+        if mask.any():
+            out[mask] = out[mask] + expert(flat[mask]) * share[mask][:, None]
+    return x + out.view_as(x)
+
+
+@CASES.block(parts=parts)
+def shares_before_it_is_asked(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _with_shares(m, x, lambda weights, own: (weights * own).sum(-1))
+
+
+@CASES.block(parts=parts)
+def shares_of_a_mask_in_another_dtype(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
+    return _with_shares(m, x, lambda weights, own: (weights * own.to(weights.dtype)).sum(-1))
+
+
 @CASES.block(parts=parts)
 def counts_as_a_list(m: Subject, x: Tensor, ids: Tensor) -> Tensor:
     flat, weights, chosen = routed(m, x)

@@ -1,4 +1,4 @@
-"""row_selections: ops on rows that are selected by their values become one op (`op`)."""
+"""row_selections: ops on rows that are selected by their values become one op (`graph.ops.row_selection`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ...graph.facts import CapturedGraph, shape_of, tensors_of
-from ...graph.purity import is_impure, is_random
-from .op import RowSelection
+from ..graph.facts import CapturedGraph, shape_of, tensors_of
+from ..graph.ops.row_selection import RowSelection
+from ..graph.purity import is_impure, is_random
 
 VIEWS = (
     torch.ops.aten.view.default,

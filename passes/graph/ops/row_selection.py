@@ -9,16 +9,16 @@ pass meets a size that depends on values. In a chunk program it is one op, and i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ...graph.autograd_functions import content_of
-from ...graph.functionalization import in_memory_of_their_own
-from ...graph.ops.recurrence import autograd_in_kernel
+from ..autograd_functions import content_of
+from ..functionalization import in_memory_of_their_own
+from .recurrence import autograd_in_kernel
 
 _count = itertools.count()
 # The graphs that programs have a number for; those that do the same are one.
@@ -78,23 +78,41 @@ class RowSelection:
         return Apply.apply(*own)
 
 
+def rows_of(run: Callable[..., Tensor], operands: Sequence[Tensor]) -> Tensor:
+    """The result of a selection whose ops a function runs, of the shape and dtype of one of its operands."""
+    return in_memory_of_their_own([run(*operands)], operands)[0]
+
+
 def _rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:
-    return in_memory_of_their_own([_graphs[graph].forward(*operands)], operands)[0]
+    return rows_of(_graphs[graph].forward, operands)
 
 
 def _fake_rows(graph: int, like: int, operands: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(operands[like], memory_format=torch.contiguous_format)
 
 
-def _vjp(graph: int, wanted: Sequence[int], operands: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
-    """The gradient of each wanted operand, contiguous."""
+def gradients_of(
+    run: Callable[..., Tensor], wanted: Sequence[int], operands: Sequence[Tensor], gradient: Tensor
+) -> list[Tensor]:
+    """The gradient of each wanted operand, in its shape and dtype, contiguous.
+
+    Args:
+        run: runs the ops of the selection.
+        wanted: numbers of operands.
+        operands: of any shapes.
+        gradient: of the result, in its shape and dtype.
+    """
     with autograd_in_kernel(), torch.enable_grad():
         given = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(operands)]
-        output = _graphs[graph].forward(*given)
+        output = run(*given)
         leaves = [given[k] for k in wanted]
         found = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
     values = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))
     return in_memory_of_their_own(values, (gradient, *operands))
+
+
+def _vjp(graph: int, wanted: Sequence[int], operands: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
+    return gradients_of(_graphs[graph].forward, wanted, operands, gradient)
 
 
 def _fake_vjp(
@@ -107,3 +125,12 @@ _LIBRARY.impl("selected_rows", _rows, "CompositeExplicitAutograd")
 _LIBRARY.impl("selected_rows_vjp", _vjp, "CompositeExplicitAutograd")
 torch.library.register_fake("streambp_fx::selected_rows", _fake_rows, lib=_LIBRARY)
 torch.library.register_fake("streambp_fx::selected_rows_vjp", _fake_vjp, lib=_LIBRARY)
+SELECTED_ROWS = torch.ops.streambp_fx.selected_rows.default
+SELECTED_ROWS_VJP = torch.ops.streambp_fx.selected_rows_vjp.default
+#: The Python functions that the ops run.
+SELECTIONS: dict[Any, Callable[..., Any]] = {SELECTED_ROWS: _rows, SELECTED_ROWS_VJP: _vjp}
+
+
+def graph_of(number: int) -> GraphModule:
+    """The ops of a selection, by the number that its ops have."""
+    return _graphs[number]
